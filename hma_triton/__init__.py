@@ -1,0 +1,1 @@
+"""Transfer engine for the hybrid paged KV caches of serving engines."""

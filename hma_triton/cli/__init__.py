@@ -1,0 +1,1 @@
+"""The `hma-triton` command."""

@@ -1,0 +1,1 @@
+"""Bindings to serving engines and caches; only these packages read their fields."""

@@ -1,0 +1,1 @@
+"""LMCache: our transfer operations behind its `device_ops`."""

@@ -1,0 +1,1 @@
+"""vLLM v1: conversion of its KV cache groups, edits, and the connector."""
