@@ -1,0 +1,433 @@
+"""The library's door: register pools once, then store and retrieve the blocks of requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hma_triton.detection import LayoutHints, normalize_and_discover_per_layer_formats
+from hma_triton.errors import ConfigError, GroupMismatchError, PlanError
+from hma_triton.group_view import (
+    EngineGroupInfo,
+    engine_group_layer_indices,
+    expand_engine_block_ids,
+)
+from hma_triton.kernels.addressing import (
+    CopySpec,
+    Direction,
+    Int64Array,
+    ObjectLayout,
+    build_region,
+    next_region_offset,
+)
+from hma_triton.kernels.cpu import CpuCopier
+from hma_triton.kernels.reference import ReferenceCopier
+from hma_triton.kv_layer_groups import KVLayerGroupsManager
+from hma_triton.plan import (
+    PlanGroup,
+    PlanLayout,
+    ReuseRule,
+    TransferPlan,
+    kept_blocks,
+    plan_retrieve,
+    plan_store,
+)
+
+ObjectBuffer = torch.Tensor | memoryview | None
+BACKENDS = ("auto", "cpu", "triton", "reference")
+
+
+class Copier(Protocol):
+    """What executes a plan; see `kernels.addressing` for the formula."""
+
+    name: str
+
+    def prepare(self, specs: Sequence[CopySpec]) -> None:
+        """Compile and upload whatever `specs` need, once, at registration."""
+
+    def copy_blocks(
+        self,
+        spec: CopySpec,
+        direction: Direction,
+        block_ids: Int64Array,
+        object_addresses: Int64Array,
+    ) -> None:
+        """Move `block_ids` [n] to or from `object_addresses` [n]; done when it returns."""
+
+    def close(self) -> None:
+        """Release threads and tables."""
+
+
+class WaitEvent(Protocol):
+    """Work of the producer that must end before the first byte moves."""
+
+    def synchronize(self) -> None:
+        """Block until the producer's work is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """What one call moved. `skipped` lists (object group, chunk) pairs with a null kept block."""
+
+    nbytes: int
+    num_blocks: int
+    seconds: float
+    backend: str
+    skipped: tuple[tuple[int, int], ...] = ()
+
+
+class TransferEngine:
+    """Moves blocks of registered pools to and from host objects, bit for bit.
+
+    Immutable once built, so store and retrieve may be called from several threads at once.
+
+    Args:
+        kv_caches: the engine's caches by layer name, or in registration order.
+        engine_group_infos: one info per kernel group; empty for a non-hybrid engine.
+        layout_hints: the memory order the engine names, see `detection`.
+        chunk_tokens: tokens of one object; every group's block must divide it.
+        separate_object_groups: whether groups with different reuse rules get objects of their own.
+        object_layout: `opaque` (pages as they lie) or `token_major` (LMCache's order).
+        backend: `auto`, `cpu`, `triton` or `reference`.
+        null_block_id: the engine's "nothing here" id, None when it has none.
+
+    Raises:
+        GeometryError: layouts or groups that cannot be served; names the layer or group.
+        ConfigError: an unknown backend or object layout.
+    """
+
+    def __init__(
+        self,
+        kv_caches: Mapping[str, Any] | Sequence[Any] | torch.Tensor,
+        engine_group_infos: Sequence[EngineGroupInfo] = (),
+        *,
+        layout_hints: LayoutHints | Mapping[str, Any] | None = None,
+        chunk_tokens: int = 256,
+        separate_object_groups: bool = True,
+        object_layout: str = "opaque",
+        backend: str = "auto",
+        null_block_id: int | None = 0,
+        threads: int | None = None,
+        engine_type: str = "vllm",
+    ) -> None:
+        if object_layout not in {layout.value for layout in ObjectLayout}:
+            raise ConfigError(
+                f"object_layout {object_layout!r} is unknown; use 'opaque' or 'token_major'"
+            )
+        infos = tuple(engine_group_infos)
+        layers, formats = normalize_and_discover_per_layer_formats(
+            kv_caches, engine_group_layer_indices(infos), engine_type, layout_hints
+        )
+        self.manager = KVLayerGroupsManager(
+            layers,
+            formats,
+            infos,
+            lmcache_tokens_per_chunk=chunk_tokens,
+            separate_object_groups=separate_object_groups,
+        )
+        self.engine_group_infos = infos
+        self.object_layout = ObjectLayout(object_layout)
+        self.chunk_tokens = chunk_tokens
+        # the pools must outlive every address taken from them
+        self._layers = layers
+        self.layout = _plan_layout(self.manager, chunk_tokens, null_block_id)
+        self._specs, self._object_nbytes = _build_specs(
+            self.manager, self.layout, self.object_layout
+        )
+        self._copier = _make_copier(backend, _device_of(layers), threads)
+        self._copier.prepare(self.copy_specs)
+
+    @property
+    def backend(self) -> str:
+        """Name of the executor in use."""
+        return self._copier.name
+
+    @property
+    def copy_specs(self) -> tuple[CopySpec, ...]:
+        """Copy specs of all kernel groups, in order."""
+        return tuple(spec for specs in self._specs for spec in specs)
+
+    def specs_of(self, kernel_group_index: int) -> tuple[CopySpec, ...]:
+        """Copy specs of one kernel group."""
+        return self._specs[kernel_group_index]
+
+    def object_nbytes(self, object_group: int) -> int:
+        """Bytes of one object (one chunk) of `object_group`."""
+        return self._object_nbytes[object_group]
+
+    def expand(self, block_ids: Mapping[int, Sequence[int]] | Sequence[Any]) -> list[Any]:
+        """Block-id lists per engine group, as one list per info (`expand_engine_block_ids`)."""
+        return expand_engine_block_ids(self.engine_group_infos, block_ids)
+
+    def store(
+        self,
+        block_ids: Sequence[Any],
+        objects: Sequence[Sequence[ObjectBuffer]],
+        *,
+        skip_tokens: int = 0,
+        wait_event: WaitEvent | None = None,
+    ) -> TransferResult:
+        """Copy blocks from the pools into `objects`.
+
+        Args:
+            block_ids: one list per info, covering the chunks from their first token on.
+            objects: `objects[g][c]`, host bytes for chunk c of object group g, or None.
+            skip_tokens: leading tokens to leave out, whole chunks only.
+            wait_event: the producer's work, waited for before the first byte is read.
+
+        Raises:
+            PlanError: short lists, ids out of range, buffers of another size.
+        """
+        return self.store_addresses(
+            block_ids, self._addresses(objects), skip_tokens=skip_tokens, wait_event=wait_event
+        )
+
+    def retrieve(
+        self,
+        block_ids: Sequence[Any],
+        objects: Sequence[Sequence[ObjectBuffer]],
+        *,
+        skip_tokens: int = 0,
+        wait_event: WaitEvent | None = None,
+    ) -> TransferResult:
+        """Copy `objects` into the pools: every real id from `skip_tokens` on, or nothing.
+
+        Raises:
+            PlanError: as for `store`, or a skip that is not on a block edge.
+            IncompleteRetrieveError: a real id whose bytes are not in `objects`.
+        """
+        return self.retrieve_addresses(
+            block_ids, self._addresses(objects), skip_tokens=skip_tokens, wait_event=wait_event
+        )
+
+    def store_addresses(
+        self,
+        block_ids: Sequence[Any],
+        object_addresses: Sequence[Int64Array],
+        *,
+        skip_tokens: int = 0,
+        wait_event: WaitEvent | None = None,
+    ) -> TransferResult:
+        """`store` with objects given as addresses: per object group int64 `[num_chunks]`, 0 = None.
+
+        The caller vouches for `object_nbytes` writable bytes at every address.
+        """
+        present = self._present(object_addresses)
+        plan = plan_store(self.layout, _id_arrays(block_ids), present, skip_tokens)
+        return self._execute(Direction.STORE, plan, object_addresses, wait_event)
+
+    def retrieve_addresses(
+        self,
+        block_ids: Sequence[Any],
+        object_addresses: Sequence[Int64Array],
+        *,
+        skip_tokens: int = 0,
+        wait_event: WaitEvent | None = None,
+    ) -> TransferResult:
+        """`retrieve` with objects given as addresses, see `store_addresses`."""
+        present = self._present(object_addresses)
+        plan = plan_retrieve(self.layout, _id_arrays(block_ids), present, skip_tokens)
+        return self._execute(Direction.RETRIEVE, plan, object_addresses, wait_event)
+
+    def close(self) -> None:
+        """Release the executor's threads and tables; the pools stay the caller's."""
+        self._copier.close()
+
+    def _execute(
+        self,
+        direction: Direction,
+        plan: TransferPlan,
+        object_addresses: Sequence[Int64Array],
+        wait_event: WaitEvent | None,
+    ) -> TransferResult:
+        if wait_event is not None:
+            wait_event.synchronize()
+        started = time.perf_counter()
+        nbytes = 0
+        for group in plan.groups:
+            if not group.block_ids.size:
+                continue
+            bases = object_addresses[group.object_group][group.chunk_indices]
+            for spec in self._specs[group.kernel_group_index]:
+                places = (
+                    bases
+                    + spec.region_offset_bytes
+                    + group.kept_indices * spec.object_block_stride_bytes
+                )
+                self._copier.copy_blocks(spec, direction, group.block_ids, places)
+                nbytes += group.block_ids.shape[0] * spec.block_bytes
+        seconds = time.perf_counter() - started
+        return TransferResult(nbytes, plan.num_blocks, seconds, self.backend, plan.skipped)
+
+    def _present(self, object_addresses: Sequence[Int64Array]) -> npt.NDArray[np.bool_]:
+        if len(object_addresses) != len(self._object_nbytes):
+            raise PlanError(
+                f"objects for {len(object_addresses)} object groups; this registration has "
+                f"{len(self._object_nbytes)}"
+            )
+        counts = {len(addresses) for addresses in object_addresses}
+        if len(counts) > 1:
+            raise PlanError(
+                f"object groups have {sorted(counts)} chunks; every group needs the same count "
+                "(None marks an object that is not there)"
+            )
+        return np.stack([np.asarray(addresses) != 0 for addresses in object_addresses])
+
+    def _addresses(self, objects: Sequence[Sequence[ObjectBuffer]]) -> list[Int64Array]:
+        return [
+            np.array(
+                [
+                    _address_of(buffer, self._expected_nbytes(group), group, chunk)
+                    for chunk, buffer in enumerate(buffers)
+                ],
+                dtype=np.int64,
+            )
+            for group, buffers in enumerate(objects)
+        ]
+
+    def _expected_nbytes(self, object_group: int) -> int:
+        if object_group >= len(self._object_nbytes):
+            raise PlanError(
+                f"object group {object_group} does not exist; this registration has "
+                f"{len(self._object_nbytes)}"
+            )
+        return self._object_nbytes[object_group]
+
+
+def _id_arrays(block_ids: Sequence[Any]) -> list[npt.NDArray[np.integer]]:
+    """Block-id lists as integer arrays.
+
+    Raises:
+        PlanError: ids that are no whole numbers.
+    """
+    arrays = []
+    for index, ids in enumerate(block_ids):
+        array = ids if isinstance(ids, np.ndarray) else np.asarray(ids)
+        if array.size == 0:
+            array = np.zeros(array.shape, dtype=np.int64)
+        if not np.issubdtype(array.dtype, np.integer):
+            raise PlanError(f"block ids of info {index} have dtype {array.dtype}, not integers")
+        arrays.append(array)
+    return arrays
+
+
+def _address_of(buffer: ObjectBuffer, nbytes: int, group: int, chunk: int) -> int:
+    """Address of an object's bytes, 0 for None.
+
+    Raises:
+        PlanError: not contiguous bytes on the host, or another size.
+    """
+    if buffer is None:
+        return 0
+    where = f"object group {group}, chunk {chunk}"
+    if isinstance(buffer, torch.Tensor):
+        if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
+            raise PlanError(f"{where}: objects are contiguous uint8 tensors, not {buffer.dtype}")
+        size, address = buffer.numel(), buffer.data_ptr()
+    elif isinstance(buffer, memoryview):
+        if not buffer.c_contiguous or buffer.readonly:
+            raise PlanError(f"{where}: objects are contiguous writable memoryviews")
+        size, address = buffer.nbytes, int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+    else:
+        raise PlanError(f"{where}: an object is a uint8 tensor, a memoryview or None")
+    if size != nbytes:
+        raise PlanError(f"{where}: buffer of {size} bytes, its objects have {nbytes}")
+    return address
+
+
+def _plan_layout(
+    manager: KVLayerGroupsManager, chunk_tokens: int, null_block_id: int | None
+) -> PlanLayout:
+    """What planning needs of the manager's groups."""
+    object_group_of = {
+        kernel: index
+        for index, group in enumerate(manager.object_groups)
+        for kernel in group.kernel_group_indices
+    }
+    groups = []
+    for index, info in enumerate(manager.kernel_groups):
+        window = info.sw_size_tokens if info.sw_size_tokens > 0 else None
+        groups.append(
+            PlanGroup(
+                kernel_group_index=index,
+                engine_group_idx=info.engine_group_idx,
+                object_group=object_group_of[index],
+                tokens_per_block=info.tokens_per_block,
+                num_blocks=info.shape_desc.nb,
+                blocks_per_chunk=chunk_tokens // info.tokens_per_block,
+                kept_blocks=kept_blocks(
+                    info.tokens_per_block, window, info.recurrent_state, chunk_tokens
+                ),
+            )
+        )
+    rules = tuple(
+        ReuseRule(window_tokens=group.window_tokens, recurrent=group.recurrent)
+        for group in manager.object_groups
+    )
+    return PlanLayout(chunk_tokens, null_block_id, tuple(groups), rules)
+
+
+def _build_specs(
+    manager: KVLayerGroupsManager, layout: PlanLayout, object_layout: ObjectLayout
+) -> tuple[tuple[tuple[CopySpec, ...], ...], tuple[int, ...]]:
+    """Copy specs per kernel group, and the bytes of one object per object group."""
+    specs: dict[int, tuple[CopySpec, ...]] = {}
+    sizes = []
+    for object_group in manager.object_groups:
+        end = 0
+        for kernel in object_group.kernel_group_indices:
+            start = next_region_offset(end)
+            region = build_region(
+                kernel,
+                manager.layer_pages(kernel),
+                layout.groups[kernel].kept_blocks,
+                object_layout,
+                start,
+            )
+            specs[kernel] = region.specs
+            end = start + region.region_bytes
+        sizes.append(end)
+    return tuple(specs[index] for index in range(len(specs))), tuple(sizes)
+
+
+def _device_of(layers: Any) -> torch.device:
+    """The one device that all caches are on.
+
+    Raises:
+        GroupMismatchError: caches on several devices.
+    """
+    devices = {tensor.device for tensor in _tensors(layers)}
+    if len(devices) != 1:
+        raise GroupMismatchError(
+            f"caches are on {sorted(map(str, devices))}; one registration has one device"
+        )
+    return devices.pop()
+
+
+def _tensors(caches: Any) -> list[torch.Tensor]:
+    if isinstance(caches, torch.Tensor):
+        return [caches]
+    values = caches.values() if isinstance(caches, Mapping) else caches
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+def _make_copier(backend: str, device: torch.device, threads: int | None) -> Copier:
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} is unknown; use one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = "cpu" if device.type == "cpu" else "triton"
+    if backend == "reference":
+        return ReferenceCopier()
+    if backend == "cpu":
+        if device.type != "cpu":
+            raise ConfigError(f"backend 'cpu' cannot read caches on {device}; use 'triton'")
+        return CpuCopier(threads)
+    from hma_triton.kernels.block_copy import TritonCopier
+
+    return TritonCopier(device)
