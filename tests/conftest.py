@@ -1,0 +1,102 @@
+"""Options, hypothesis profiles and the check that a run leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from support.leftovers import TOKEN_VARIABLE, find_leftovers, take_snapshot
+
+# The same examples on every machine, and no verdict that depends on how busy it is.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("long", settings.get_profile("ci"), derandomize=False, max_examples=5000)
+settings.load_profile("ci")
+
+_HERE = Path(__file__).parent
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_TOKEN = uuid.uuid4().hex
+_skipped: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where `device` is")
+    parser.addoption("--forbid-skips", action="store_true", help="a skipped test fails the run")
+
+
+def pytest_configure() -> None:
+    os.environ[TOKEN_VARIABLE] = _TOKEN
+
+
+def pytest_report_header() -> str:
+    away = "compiled" if _INTERPRETED else "interpreted"
+    return f"TRITON_INTERPRET={int(_INTERPRETED)}: tests/{away} is collected by another run"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Triton reads TRITON_INTERPRET once, so both ways cannot share a process."""
+    away = _HERE / ("compiled" if _INTERPRETED else "interpreted")
+    return True if collection_path == away else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unwanted = set()
+    if config.getoption("--device") == "cpu":
+        unwanted.add("gpu")
+    if not config.getoption("-m"):
+        unwanted.add("long")
+    dropped = [item for item in items if any(item.get_closest_marker(mark) for mark in unwanted)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _skipped.append(report.nodeid)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:
+        _skipped.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _skipped and session.config.getoption("--forbid-skips"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if _skipped and config.getoption("--forbid-skips"):
+        terminalreporter.section("skipped, which this run forbids")
+        for nodeid in _skipped:
+            terminalreporter.line(nodeid)
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> torch.device:
+    """The device under test: `cpu`, or the first CUDA device with `--device cuda`."""
+    return torch.device("cuda:0" if pytestconfig.getoption("--device") == "cuda" else "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails the run when a process, socket or entry of /dev/shm outlives the tests."""
+    before = take_snapshot()
+    yield
+    found = find_leftovers(before, _TOKEN)
+    if found:
+        pytest.fail("the tests left behind:\n" + "\n".join(found), pytrace=False)
