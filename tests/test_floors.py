@@ -72,7 +72,7 @@ def floor_of(module: Module, floors: tuple[Floor, ...]) -> Floor | None:
 
 
 def imported(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
-    """(line, full name) of everything imported; a submodule taken from its package counts as such."""
+    """(line, full name) of everything imported; a submodule is named in full."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -115,7 +115,7 @@ def violations(root: Path, floors: tuple[Floor, ...]) -> list[str]:
                     found.append(f"{where}: {name} (F{target.level}) is above F{floor.level}")
             elif top not in sys.stdlib_module_names and top not in floor.outside:
                 found.append(f"{where}: {top} is not listed for F{floor.level}")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def circles(root: Path) -> list[str]:
