@@ -6,7 +6,7 @@
      ├ GeometryError            (ValueError)      layouts and groups
      │   ├ AmbiguousLayoutError                   two readings fit; both are named
      │   ├ UnsupportedLayoutError                 refused by name
-     │   └ GroupMismatchError                     infos against tensors: counts, layers, divisibility
+     │   └ GroupMismatchError                     infos against tensors: counts, layers, blocks
      ├ PlanError                (ValueError)      block ids, ranges, objects
      │   ├ BlockIdError                           a list too short, an id out of range
      │   └ AlignmentError                         a range not on a block or chunk edge

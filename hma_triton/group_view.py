@@ -60,9 +60,7 @@ def engine_group_layer_indices(infos: Sequence[EngineGroupInfo]) -> list[list[in
     return [sorted(indices) for indices in layers]
 
 
-def get_engine_group_indices(
-    infos: Sequence[EngineGroupInfo], num_layers: int
-) -> list[int] | None:
+def get_engine_group_indices(infos: Sequence[EngineGroupInfo], num_layers: int) -> list[int] | None:
     """Engine group id of every registered layer; None without infos or without layers.
 
     A layer that no info names (it shares another layer's cache, or its group keeps nothing) is
@@ -97,35 +95,40 @@ def get_engine_group_indices(
 
 def expand_engine_block_ids(
     infos: Sequence[EngineGroupInfo],
-    block_ids: Sequence[Sequence[int]] | Sequence[int],
+    block_ids: Mapping[int, Sequence[int]] | Sequence[Sequence[int]] | Sequence[int],
 ) -> list[list[int]]:
     """One block-id list per info, each taken by the info's engine group id.
 
-    ``block_ids`` holds one list per engine group; the flat list of an engine with a single group
-    is taken as that group's. Groups {0: [10, 11], 1: [20, 21]} and infos of groups 0, 1, 0 give
-    ``[[10, 11], [20, 21], [10, 11]]``.
+    ``block_ids`` holds one list per engine group, by position or by group id; the flat list of an
+    engine with a single group is taken as that group's. Groups {0: [10, 11], 1: [20, 21]} and
+    infos of groups 0, 1, 0 give ``[[10, 11], [20, 21], [10, 11]]``.
 
     Raises:
         BlockIdError: fewer lists than engine groups, or an entry that is no id.
     """
-    lists = _as_lists(block_ids)
-    wanted = num_engine_groups(infos)
-    if len(lists) < wanted:
-        raise BlockIdError(
-            f"block ids for {len(lists)} engine groups, but the infos name {wanted} groups"
-        )
+    lists = _by_group(block_ids)
     sources = [info.engine_group_id for info in infos] or [0]
+    missing = sorted(set(sources) - set(lists))
+    if missing:
+        raise BlockIdError(
+            f"no block ids for engine groups {missing}: the infos name groups "
+            f"{sorted(set(sources))}, ids came for {sorted(lists)}"
+        )
     return [list(lists[source]) for source in sources]
 
 
-def _as_lists(block_ids: Sequence[Sequence[int]] | Sequence[int]) -> list[list[int]]:
-    """``block_ids`` as one list of plain ints per engine group."""
+def _by_group(
+    block_ids: Mapping[int, Sequence[int]] | Sequence[Sequence[int]] | Sequence[int],
+) -> dict[int, list[int]]:
+    """``block_ids`` as plain ints by engine group id."""
+    if isinstance(block_ids, Mapping):
+        return {group: _as_ints(ids, group) for group, ids in block_ids.items()}
     if len(block_ids) == 0:
-        return [[]]
-    if hasattr(block_ids[0], "__index__") and not hasattr(block_ids[0], "__len__"):
-        return [_as_ints(cast("Sequence[SupportsIndex]", block_ids), 0)]
+        return {0: []}
+    if not isinstance(block_ids[0], Sequence) and not hasattr(block_ids[0], "__len__"):
+        return {0: _as_ints(cast("Sequence[SupportsIndex]", block_ids), 0)}
     nested = cast("Sequence[Sequence[SupportsIndex]]", block_ids)
-    return [_as_ints(ids, group) for group, ids in enumerate(nested)]
+    return {group: _as_ints(ids, group) for group, ids in enumerate(nested)}
 
 
 def _as_ints(ids: Sequence[SupportsIndex], group: int) -> list[int]:
