@@ -38,7 +38,7 @@ def read_trtllm(kv_caches: Any, hints: LayoutHints) -> tuple[torch.Tensor, list[
                 f"a flat page of {flat} elements is not num_kv_heads {sizes[0]} x tokens_per_block "
                 f"{sizes[1]} x head_size {sizes[2]} (hints; 0 is missing)"
             )
-        tensor = tensor.unflatten(3, sizes)
+        tensor = tensor.view(*tensor.shape[:3], *sizes)
     return tensor, [EngineKVFormat.NB_NL_TWO_NH_BS_HS] * tensor.shape[1]
 
 
@@ -148,4 +148,4 @@ def _unfold(tensor: torch.Tensor, tokens: int, where: str) -> torch.Tensor:
         raise GeometryError(
             f"{where}: {tensor.shape[0]} slots are no whole blocks of {tokens} tokens"
         )
-    return tensor.unflatten(0, (tensor.shape[0] // tokens, tokens))
+    return tensor.view(tensor.shape[0] // tokens, tokens, *tensor.shape[1:])

@@ -27,9 +27,9 @@ def check_plane_strides(
     """
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     what = f"{where} (shape {shape}, strides {strides}, axes {' '.join(axes)})"
-    for axis, stride in zip(axes, strides, strict=True):
+    for name, stride in zip(axes, strides, strict=True):
         if stride < 0:
-            raise UnsupportedLayoutError(f"{what}: negative stride {stride} on axis {axis}")
+            raise UnsupportedLayoutError(f"{what}: negative stride {stride} on axis {name}")
     if 0 in shape:
         raise UnsupportedLayoutError(f"{what}: an axis of length 0")
     expected = 1
