@@ -29,6 +29,7 @@ from hma_triton.kernels.addressing import (
 from hma_triton.kernels.cpu import CpuCopier
 from hma_triton.kernels.reference import ReferenceCopier
 from hma_triton.kv_layer_groups import KVLayerGroupsManager
+from hma_triton.layout_hints import hints_with_blocks
 from hma_triton.plan import (
     PlanGroup,
     PlanLayout,
@@ -122,7 +123,10 @@ class TransferEngine:
             )
         infos = tuple(engine_group_infos)
         layers, formats = normalize_and_discover_per_layer_formats(
-            kv_caches, engine_group_layer_indices(infos), engine_type, layout_hints
+            kv_caches,
+            engine_group_layer_indices(infos),
+            engine_type,
+            hints_with_blocks(layout_hints, infos, kv_caches),
         )
         self.manager = KVLayerGroupsManager(
             layers,

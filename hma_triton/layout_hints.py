@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from hma_triton.errors import GeometryError, UnsupportedLayoutError
 from hma_triton.group_view import EngineGroupInfo
@@ -124,15 +125,22 @@ def value_for_layer(values: Sequence[Any], layer: int, num_layers: int, name: st
 def hints_with_blocks(
     hints: LayoutHints | Mapping[str, Any] | str | None,
     infos: Sequence[EngineGroupInfo],
-    num_layers: int,
+    kv_caches: Mapping[str, Any] | Sequence[Any] | torch.Tensor,
 ) -> LayoutHints:
-    """``hints`` with the infos' tokens per block filled in where the hints have none."""
+    """``hints`` with the infos' tokens per block filled in where the hints have none.
+
+    ``kv_caches`` only says how many layers there are.
+    """
     known = as_layout_hints(hints)
     if known.tokens_per_block or not infos:
         return known
+    if isinstance(kv_caches, torch.Tensor):
+        num_layers = int(kv_caches.shape[1])
+    else:
+        num_layers = len(kv_caches)
     tokens = [0] * num_layers
     for info in infos:
         for layer in info.layer_indices:
-            if 0 <= layer < num_layers:
+            if 0 <= layer < len(tokens):
                 tokens[layer] = info.tokens_per_block
     return msgspec.structs.replace(known, tokens_per_block=tuple(tokens))
