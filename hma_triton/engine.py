@@ -432,6 +432,6 @@ def _make_copier(backend: str, device: torch.device, threads: int | None) -> Cop
         if device.type != "cpu":
             raise ConfigError(f"backend 'cpu' cannot read caches on {device}; use 'triton'")
         return CpuCopier(threads)
-    from hma_triton.kernels.block_copy import TritonCopier
+    from hma_triton.kernels.triton_copier import TritonCopier
 
     return TritonCopier(device)

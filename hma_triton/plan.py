@@ -280,9 +280,7 @@ def _check_counts(layout: PlanLayout, block_ids: Sequence[IdArray]) -> None:
         )
 
 
-def storable_chunks(
-    layout: PlanLayout, block_ids: Sequence[IdArray], num_chunks: int
-) -> BoolArray:
+def storable_chunks(layout: PlanLayout, block_ids: Sequence[IdArray], num_chunks: int) -> BoolArray:
     """Which chunks can be stored: `[num_object_groups, num_chunks]`.
 
     A chunk of an object group is storable when every block its kernel groups keep is real.

@@ -248,9 +248,7 @@ def _collapse(spec: CopySpec) -> CopySpec:
         if spec.pool_stride0_bytes == spec.object_stride0_bytes == spec.run_bytes:
             spec = replace(spec, n0=1, run_bytes=spec.n0 * spec.run_bytes)
     if spec.n1 == 1:
-        spec = replace(
-            spec, pool_stride1_bytes=spec.run_bytes, object_stride1_bytes=spec.run_bytes
-        )
+        spec = replace(spec, pool_stride1_bytes=spec.run_bytes, object_stride1_bytes=spec.run_bytes)
     if spec.n0 == 1:
         extent = spec.n1 * spec.run_bytes
         spec = replace(spec, pool_stride0_bytes=extent, object_stride0_bytes=extent)

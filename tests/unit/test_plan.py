@@ -168,9 +168,7 @@ def test_upstream_disagreement_partly_null_chunk_is_skipped(
 def test_case_50_retrieve_reads_only_chunks_inside_the_window() -> None:
     layout = make_layout([(16, None, False, 0), (16, 1, False, 1)], 16)
     present = np.array([[True] * 5, [False] * 4 + [True]])
-    plan = plan_retrieve(
-        layout, [np.array([1, 2, 3, 4, 5]), np.array([0, 0, 0, 0, 9])], present
-    )
+    plan = plan_retrieve(layout, [np.array([1, 2, 3, 4, 5]), np.array([0, 0, 0, 0, 9])], present)
     assert plan.groups[0].chunk_indices.tolist() == [0, 1, 2, 3, 4]
     assert plan.groups[1].chunk_indices.tolist() == [4]
     assert plan.groups[1].block_ids.tolist() == [9]
