@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hma_triton.copy_layout import lay_out
 from hma_triton.detection import LayoutHints, normalize_and_discover_per_layer_formats
 from hma_triton.errors import ConfigError, GroupMismatchError, PlanError
 from hma_triton.group_view import (
@@ -18,29 +19,14 @@ from hma_triton.group_view import (
     engine_group_layer_indices,
     expand_engine_block_ids,
 )
-from hma_triton.kernels.addressing import (
-    CopySpec,
-    Direction,
-    Int64Array,
-    ObjectLayout,
-    build_region,
-    next_region_offset,
-)
+from hma_triton.kernels.addressing import CopySpec, Direction, Int64Array, ObjectLayout
 from hma_triton.kernels.cpu import CpuCopier
 from hma_triton.kernels.reference import ReferenceCopier
 from hma_triton.kv_layer_groups import KVLayerGroupsManager
 from hma_triton.layout_hints import hints_with_blocks
-from hma_triton.plan import (
-    PlanGroup,
-    PlanLayout,
-    ReuseRule,
-    TransferPlan,
-    kept_blocks,
-    plan_retrieve,
-    plan_store,
-)
+from hma_triton.object_buffers import ObjectBuffer, id_arrays, object_address
+from hma_triton.plan import TransferPlan, plan_retrieve, plan_store
 
-ObjectBuffer = torch.Tensor | memoryview | None
 BACKENDS = ("auto", "cpu", "triton", "reference")
 
 
@@ -140,10 +126,10 @@ class TransferEngine:
         self.chunk_tokens = chunk_tokens
         # the pools must outlive every address taken from them
         self._layers = layers
-        self.layout = _plan_layout(self.manager, chunk_tokens, null_block_id)
-        self._specs, self._object_nbytes = _build_specs(
-            self.manager, self.layout, self.object_layout
-        )
+        laid_out = lay_out(self.manager, self.object_layout, null_block_id)
+        self.layout = laid_out.plan
+        self._specs = laid_out.specs
+        self._object_nbytes = laid_out.object_nbytes
         self._copier = _make_copier(backend, _device_of(layers), threads)
         self._copier.prepare(self.copy_specs)
 
@@ -223,7 +209,7 @@ class TransferEngine:
         The caller vouches for `object_nbytes` writable bytes at every address.
         """
         present = self._present(object_addresses)
-        plan = plan_store(self.layout, _id_arrays(block_ids), present, skip_tokens)
+        plan = plan_store(self.layout, id_arrays(block_ids), present, skip_tokens)
         return self._execute(Direction.STORE, plan, object_addresses, wait_event)
 
     def retrieve_addresses(
@@ -236,7 +222,7 @@ class TransferEngine:
     ) -> TransferResult:
         """`retrieve` with objects given as addresses, see `store_addresses`."""
         present = self._present(object_addresses)
-        plan = plan_retrieve(self.layout, _id_arrays(block_ids), present, skip_tokens)
+        plan = plan_retrieve(self.layout, id_arrays(block_ids), present, skip_tokens)
         return self._execute(Direction.RETRIEVE, plan, object_addresses, wait_event)
 
     def close(self) -> None:
@@ -287,7 +273,7 @@ class TransferEngine:
         return [
             np.array(
                 [
-                    _address_of(buffer, self._expected_nbytes(group), group, chunk)
+                    object_address(buffer, self._expected_nbytes(group), group, chunk)
                     for chunk, buffer in enumerate(buffers)
                 ],
                 dtype=np.int64,
@@ -302,102 +288,6 @@ class TransferEngine:
                 f"{len(self._object_nbytes)}"
             )
         return self._object_nbytes[object_group]
-
-
-def _id_arrays(block_ids: Sequence[Any]) -> list[npt.NDArray[np.integer]]:
-    """Block-id lists as integer arrays.
-
-    Raises:
-        PlanError: ids that are no whole numbers.
-    """
-    arrays = []
-    for index, ids in enumerate(block_ids):
-        array = ids if isinstance(ids, np.ndarray) else np.asarray(ids)
-        if array.size == 0:
-            array = np.zeros(array.shape, dtype=np.int64)
-        if not np.issubdtype(array.dtype, np.integer):
-            raise PlanError(f"block ids of info {index} have dtype {array.dtype}, not integers")
-        arrays.append(array)
-    return arrays
-
-
-def _address_of(buffer: ObjectBuffer, nbytes: int, group: int, chunk: int) -> int:
-    """Address of an object's bytes, 0 for None.
-
-    Raises:
-        PlanError: not contiguous bytes on the host, or another size.
-    """
-    if buffer is None:
-        return 0
-    where = f"object group {group}, chunk {chunk}"
-    if isinstance(buffer, torch.Tensor):
-        if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
-            raise PlanError(f"{where}: objects are contiguous uint8 tensors, not {buffer.dtype}")
-        size, address = buffer.numel(), buffer.data_ptr()
-    elif isinstance(buffer, memoryview):
-        if not buffer.c_contiguous or buffer.readonly:
-            raise PlanError(f"{where}: objects are contiguous writable memoryviews")
-        size, address = buffer.nbytes, int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
-    else:
-        raise PlanError(f"{where}: an object is a uint8 tensor, a memoryview or None")
-    if size != nbytes:
-        raise PlanError(f"{where}: buffer of {size} bytes, its objects have {nbytes}")
-    return address
-
-
-def _plan_layout(
-    manager: KVLayerGroupsManager, chunk_tokens: int, null_block_id: int | None
-) -> PlanLayout:
-    """What planning needs of the manager's groups."""
-    object_group_of = {
-        kernel: index
-        for index, group in enumerate(manager.object_groups)
-        for kernel in group.kernel_group_indices
-    }
-    groups = []
-    for index, info in enumerate(manager.kernel_groups):
-        window = info.sw_size_tokens if info.sw_size_tokens > 0 else None
-        groups.append(
-            PlanGroup(
-                kernel_group_index=index,
-                engine_group_idx=info.engine_group_idx,
-                object_group=object_group_of[index],
-                tokens_per_block=info.tokens_per_block,
-                num_blocks=info.shape_desc.nb,
-                blocks_per_chunk=chunk_tokens // info.tokens_per_block,
-                kept_blocks=kept_blocks(
-                    info.tokens_per_block, window, info.recurrent_state, chunk_tokens
-                ),
-            )
-        )
-    rules = tuple(
-        ReuseRule(window_tokens=group.window_tokens, recurrent=group.recurrent)
-        for group in manager.object_groups
-    )
-    return PlanLayout(chunk_tokens, null_block_id, tuple(groups), rules)
-
-
-def _build_specs(
-    manager: KVLayerGroupsManager, layout: PlanLayout, object_layout: ObjectLayout
-) -> tuple[tuple[tuple[CopySpec, ...], ...], tuple[int, ...]]:
-    """Copy specs per kernel group, and the bytes of one object per object group."""
-    specs: dict[int, tuple[CopySpec, ...]] = {}
-    sizes = []
-    for object_group in manager.object_groups:
-        end = 0
-        for kernel in object_group.kernel_group_indices:
-            start = next_region_offset(end)
-            region = build_region(
-                kernel,
-                manager.layer_pages(kernel),
-                layout.groups[kernel].kept_blocks,
-                object_layout,
-                start,
-            )
-            specs[kernel] = region.specs
-            end = start + region.region_bytes
-        sizes.append(end)
-    return tuple(specs[index] for index in range(len(specs))), tuple(sizes)
 
 
 def _device_of(layers: Any) -> torch.device:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -207,8 +208,7 @@ def _opaque_specs(
         size = rows * blocks * page
         block_outermost = rows > 1 and max(addresses) - min(addresses) + page <= stride
         if block_outermost and all(
-            following - address == page
-            for address, following in zip(addresses, addresses[1:], strict=False)
+            following - address == page for address, following in pairwise(addresses)
         ):
             addresses, page, rows = addresses[:1], page * rows, 1
         specs.append(
@@ -244,9 +244,9 @@ def _collapse(spec: CopySpec) -> CopySpec:
     """Drop run axes of length one and join runs that are contiguous on both sides."""
     if spec.n1 > 1 and spec.pool_stride1_bytes == spec.object_stride1_bytes == spec.run_bytes:
         spec = replace(spec, n1=1, run_bytes=spec.n1 * spec.run_bytes)
-    if spec.n1 == 1 and spec.n0 > 1:
-        if spec.pool_stride0_bytes == spec.object_stride0_bytes == spec.run_bytes:
-            spec = replace(spec, n0=1, run_bytes=spec.n0 * spec.run_bytes)
+    joins = spec.pool_stride0_bytes == spec.object_stride0_bytes == spec.run_bytes
+    if spec.n1 == 1 and spec.n0 > 1 and joins:
+        spec = replace(spec, n0=1, run_bytes=spec.n0 * spec.run_bytes)
     if spec.n1 == 1:
         spec = replace(spec, pool_stride1_bytes=spec.run_bytes, object_stride1_bytes=spec.run_bytes)
     if spec.n0 == 1:

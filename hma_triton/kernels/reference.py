@@ -32,9 +32,7 @@ class ReferenceCopier:
                 object_page = object_address + row * spec.object_row_stride_bytes
                 for a in range(spec.n0):
                     for b in range(spec.n1):
-                        pool = (
-                            pool_page + a * spec.pool_stride0_bytes + b * spec.pool_stride1_bytes
-                        )
+                        pool = pool_page + a * spec.pool_stride0_bytes + b * spec.pool_stride1_bytes
                         place = (
                             object_page
                             + a * spec.object_stride0_bytes

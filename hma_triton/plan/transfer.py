@@ -1,8 +1,4 @@
-"""Windows, skips, nulls and hits: which blocks of a request move, decided before a byte does.
-
-Everything is counted in tokens and divided by each group's own block. A `TransferPlan` stays
-factored: ids and places per kernel group, in arrays; `kernels.addressing` knows the bytes.
-"""
+"""Which blocks of a request move where, decided and checked before a byte does."""
 
 from __future__ import annotations
 
@@ -12,40 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hma_triton.errors import (
-    AlignmentError,
-    BlockIdError,
-    GroupMismatchError,
-    IncompleteRetrieveError,
-    PlanError,
-)
-from hma_triton.units import cdiv, lcm
+from hma_triton.errors import AlignmentError, BlockIdError, IncompleteRetrieveError
+from hma_triton.plan.windows import ReuseRule
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 IdArray = npt.NDArray[np.integer]
-
-MINIMUM_CHUNK_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class ReuseRule:
-    """What a hit needs of one object group.
-
-    `window_tokens` None: every chunk. A window: the chunks over its last `window - 1` tokens.
-    `recurrent`: the state at the hit's end, so the last chunk alone.
-    """
-
-    window_tokens: int | None = None
-    recurrent: bool = False
-
-    def chunks_for_hit(self, chunk_tokens: int) -> int | None:
-        """Trailing chunks that a hit needs; None for all of them."""
-        if self.recurrent:
-            return 1
-        if self.window_tokens is None:
-            return None
-        return max(1, cdiv(self.window_tokens - 1, chunk_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +50,6 @@ class PlanLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
-    """A prefix that can be served, and what ended it (`all`, `limit`, `none`, or a group's hole)."""
-
-    tokens: int
-    chunks: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class GroupPlan:
     """Blocks of one kernel group that move: three parallel arrays of length n.
 
@@ -115,116 +74,6 @@ class TransferPlan:
     def num_blocks(self) -> int:
         """Block ids over all kernel groups."""
         return sum(group.block_ids.shape[0] for group in self.groups)
-
-
-def kept_blocks(
-    tokens_per_block: int, window_tokens: int | None, recurrent: bool, chunk_tokens: int
-) -> int:
-    """Blocks at the end of a chunk that a later hit can need.
-
-    `ceil((window - 1) / block)`, at least one, at most the chunk; one state block when recurrent.
-    """
-    blocks_per_chunk = chunk_tokens // tokens_per_block
-    if recurrent:
-        return 1
-    if window_tokens is None:
-        return blocks_per_chunk
-    return min(max(1, cdiv(window_tokens - 1, tokens_per_block)), blocks_per_chunk)
-
-
-def choose_chunk_tokens(
-    tokens_per_block: Sequence[int], any_recurrent: bool, minimum: int = MINIMUM_CHUNK_TOKENS
-) -> int:
-    """Chunk length for these blocks; zeros (groups that are not cacheable) are ignored.
-
-    With recurrent groups exactly the least common multiple, since state exists only at block
-    boundaries; else its smallest multiple that is at least `minimum`.
-
-    Raises:
-        GroupMismatchError: no group is cacheable.
-    """
-    blocks = [tokens for tokens in tokens_per_block if tokens]
-    if not blocks:
-        raise GroupMismatchError(
-            f"no cacheable group: tokens per block are {list(tokens_per_block)}; "
-            "there is nothing to choose a chunk for"
-        )
-    unit = lcm(*blocks)
-    return unit if any_recurrent else cdiv(minimum, unit) * unit
-
-
-def check_chunk_tokens(chunk_tokens: int, tokens_per_block: Sequence[int]) -> None:
-    """Check that every cacheable group's block divides the chunk.
-
-    Raises:
-        GroupMismatchError: names the group, its block, and the nearest valid chunk.
-    """
-    blocks = [tokens for tokens in tokens_per_block if tokens]
-    if not blocks:
-        choose_chunk_tokens(tokens_per_block, any_recurrent=False)
-    unit = lcm(*blocks)
-    if chunk_tokens > 0 and chunk_tokens % unit == 0:
-        return
-    nearest = max(1, round(chunk_tokens / unit)) * unit
-    offenders = [
-        f"group {index} ({tokens} tokens per block)"
-        for index, tokens in enumerate(tokens_per_block)
-        if tokens and (chunk_tokens <= 0 or chunk_tokens % tokens)
-    ]
-    raise GroupMismatchError(
-        f"chunk of {chunk_tokens} tokens is no multiple of {', '.join(offenders)}; "
-        f"chunks must be multiples of {unit} tokens, the nearest valid chunk is {nearest}"
-    )
-
-
-def chunks_needed(rule: ReuseRule, hit_chunks: int, chunk_tokens: int) -> range:
-    """Chunks of an object group that a hit of `hit_chunks` chunks needs."""
-    needed = rule.chunks_for_hit(chunk_tokens)
-    return range(0 if needed is None else max(0, hit_chunks - needed), hit_chunks)
-
-
-def longest_hit(
-    rules: Sequence[ReuseRule], present: BoolArray, chunk_tokens: int, max_tokens: int
-) -> Hit:
-    """The longest prefix in whole chunks for which every object group has what its rule needs.
-
-    Args:
-        present: `[num_object_groups, num_chunks]`, true where all ranks hold the object.
-        max_tokens: cap on the hit (the prompt, or one token less with recurrent groups).
-    """
-    if present.shape[0] != len(rules):
-        raise PlanError(f"presence of {present.shape[0]} object groups for {len(rules)} rules")
-    num_chunks = present.shape[1]
-    limit = min(num_chunks, max_tokens // chunk_tokens)
-    if limit <= 0:
-        return Hit(0, 0, "limit" if num_chunks else "none")
-    ends = np.arange(1, limit + 1)
-    served = np.ones(limit, dtype=np.bool_)
-    runs = np.empty((len(rules), limit), dtype=np.int64)
-    for index, rule in enumerate(rules):
-        last_hole = np.maximum.accumulate(np.where(present[index, :limit], 0, ends))
-        runs[index] = ends - last_hole
-        needed = rule.chunks_for_hit(chunk_tokens)
-        served &= runs[index] >= (ends if needed is None else np.minimum(ends, needed))
-    hits = np.flatnonzero(served)
-    chunks = int(hits[-1]) + 1 if hits.size else 0
-    if chunks == limit:
-        reason = "all" if limit == num_chunks else "limit"
-        return Hit(chunks * chunk_tokens, chunks, reason)
-    return Hit(chunks * chunk_tokens, chunks, _stopped_by(rules, runs, chunks, chunk_tokens))
-
-
-def _stopped_by(
-    rules: Sequence[ReuseRule], runs: Int64Array, chunks: int, chunk_tokens: int
-) -> str:
-    """Name the object groups without which the next chunk would have been a hit."""
-    missing = []
-    for index, rule in enumerate(rules):
-        needed = rule.chunks_for_hit(chunk_tokens)
-        end = chunks + 1
-        if runs[index, chunks] < (end if needed is None else min(end, needed)):
-            missing.append(f"object group {index}")
-    return f"chunk {chunks} missing in {', '.join(missing)}"
 
 
 def _check_ids(group: PlanGroup, ids: Int64Array, null_block_id: int | None) -> None:
@@ -269,7 +118,8 @@ def _chunk_table(
 def _is_real(ids: Int64Array, null_block_id: int | None) -> BoolArray:
     if null_block_id is None:
         return np.ones(ids.shape, dtype=np.bool_)
-    return ids != null_block_id
+    real: BoolArray = ids != null_block_id
+    return real
 
 
 def _check_counts(layout: PlanLayout, block_ids: Sequence[IdArray]) -> None:
