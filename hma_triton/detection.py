@@ -16,13 +16,12 @@ import torch
 from hma_triton.axis_order import Evidence, order_axes
 from hma_triton.errors import AmbiguousLayoutError, GeometryError, UnsupportedLayoutError
 from hma_triton.foreign_layouts import read_sglang, read_trtllm
-from hma_triton.kv_format import FORMAT_ROWS, EngineKVFormat
+from hma_triton.kv_format import FORMAT_ROWS, EngineKVFormat, is_indexer_page
 from hma_triton.layout_hints import LayoutHints, as_layout_hints, memory_order, value_for_layer
 
 __all__ = ["LayoutHints", "normalize_and_discover_per_layer_formats"]
 
 _ENGINES = ("vllm", "atom", "sglang", "trtllm")
-_INDEXER_ROW_BYTES = sum(FORMAT_ROWS[EngineKVFormat.NL_X_NB_BSV_BSS].planar_bytes)
 
 
 def normalize_and_discover_per_layer_formats(
@@ -153,7 +152,7 @@ def _read_entry(entry: Any, evidence: Evidence) -> tuple[Any, EngineKVFormat]:
 def _read_rank3(tensor: torch.Tensor, evidence: Evidence) -> tuple[torch.Tensor, EngineKVFormat]:
     """``[NB, BS, HS]``: latents, or an indexer's planar pages."""
     evidence.check_slots(tensor.shape[1])
-    if _is_indexer(tensor):
+    if is_indexer_page(tensor):
         return tensor, EngineKVFormat.NL_X_NB_BSV_BSS
     return tensor, EngineKVFormat.NL_X_NB_BS_HS
 
@@ -161,7 +160,7 @@ def _read_rank3(tensor: torch.Tensor, evidence: Evidence) -> tuple[torch.Tensor,
 def _read_rank4(tensor: torch.Tensor, evidence: Evidence) -> tuple[torch.Tensor, EngineKVFormat]:
     """Blocks, slots and heads in either order, packed content."""
     slots, heads, heads_first = order_axes(tensor, 1, 2, evidence)
-    if tensor.shape[heads] == 1 and _is_indexer(tensor):
+    if tensor.shape[heads] == 1 and is_indexer_page(tensor):
         return tensor.select(heads, 0), EngineKVFormat.NL_X_NB_BSV_BSS
     if heads_first:
         return tensor.permute(0, heads, slots, 3), EngineKVFormat.NL_X_NB_NH_BS_CS
@@ -254,11 +253,6 @@ def _read_cross_layer(
         return caches, [EngineKVFormat.NB_NL_TWO_NH_BS_HS] * layers
     caches = tensor.permute(0, 1, 2, slots, heads, 5)
     return caches, [EngineKVFormat.NB_NL_TWO_BS_NH_HS] * layers
-
-
-def _is_indexer(tensor: torch.Tensor) -> bool:
-    """A sparse-attention indexer's page: 128 fp8 values and an fp32 scale per slot, planar."""
-    return tensor.dtype == torch.uint8 and tensor.shape[-1] == _INDEXER_ROW_BYTES
 
 
 def _shape_of(value: Any) -> str:

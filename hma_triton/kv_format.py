@@ -149,6 +149,14 @@ FORMAT_ROWS: dict[EngineKVFormat, FormatRow] = {
 }
 
 
+_INDEXER_ROW_BYTES = sum(FORMAT_ROWS[EngineKVFormat.NL_X_NB_BSV_BSS].planar_bytes)
+
+
+def is_indexer_page(tensor: torch.Tensor) -> bool:
+    """Whether a one-head cache is a sparse-attention indexer's, whose pages are planar."""
+    return tensor.dtype == torch.uint8 and tensor.shape[-1] == _INDEXER_ROW_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class PlanePages:
     """One plane of one layer. ``address`` is that of block 0, slot 0, head 0 (absolute).

@@ -134,11 +134,9 @@ def hints_with_blocks(
     known = as_layout_hints(hints)
     if known.tokens_per_block or not infos:
         return known
-    if isinstance(kv_caches, torch.Tensor):
-        num_layers = int(kv_caches.shape[1])
-    else:
-        num_layers = len(kv_caches)
-    tokens = [0] * num_layers
+    # one tensor of all layers is [NB, NL, ...]
+    layers = kv_caches[0] if isinstance(kv_caches, torch.Tensor) else kv_caches
+    tokens = [0] * len(layers)
     for info in infos:
         for layer in info.layer_indices:
             if 0 <= layer < len(tokens):
