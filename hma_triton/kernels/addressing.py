@@ -240,7 +240,7 @@ def _plane_page_bytes(plane: PlanePages, layer: LayerPages, kernel_group_index: 
     return _page_run_bytes(plane, layer, kernel_group_index)
 
 
-def _collapse(spec: CopySpec) -> CopySpec:
+def collapse_runs(spec: CopySpec) -> CopySpec:
     """Drop run axes of length one and join runs that are contiguous on both sides."""
     if spec.n1 > 1 and spec.pool_stride1_bytes == spec.object_stride1_bytes == spec.run_bytes:
         spec = replace(spec, n1=1, run_bytes=spec.n1 * spec.run_bytes)
@@ -306,7 +306,7 @@ def _token_major_specs(
             object_stride1_bytes=content,
             run_bytes=content,
         )
-        specs.append(_collapse(spec))
+        specs.append(collapse_runs(spec))
     return specs, layers * blocks * slots * row_width
 
 
