@@ -49,6 +49,9 @@ class TritonCopier:
     Args:
         device: where the pools are.
         config: one launch for everything, instead of the tuned or written ones.
+        object_alignments: powers of two up to 16 that object addresses may be aligned to; where
+            empty, what an arena's objects have, and 1 for every other. A launch takes the widest
+            of these variants that its addresses allow, and none compiles after `prepare`.
 
     Raises:
         ConfigError: CPU pools without `TRITON_INTERPRET=1`, or a device while it is set.
@@ -57,7 +60,10 @@ class TritonCopier:
     name = "triton"
 
     def __init__(
-        self, device: torch.device | str = "cpu", config: KernelConfig | None = None
+        self,
+        device: torch.device | str = "cpu",
+        config: KernelConfig | None = None,
+        object_alignments: Sequence[int] = (),
     ) -> None:
         self.device = torch.device(device)
         if (self.device.type == "cpu") != is_interpreted():
@@ -69,19 +75,15 @@ class TritonCopier:
         self.last_launch: Launch | None = None
         self.launch_count = 0
         self._config = config
+        self._object_alignments = tuple(object_alignments)
         self._table = TuneTable(environment(self.device))
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         self._alignments: dict[CopySpec, tuple[int, ...]] = {}
         # the interpreter patches triton.language while it runs; on a device this is short
         self._lock = threading.Lock()
 
-    def prepare(self, specs: Sequence[CopySpec], object_alignments: Sequence[int] = ()) -> None:
+    def prepare(self, specs: Sequence[CopySpec]) -> None:
         """Upload the tables of `specs` and compile every variant that a launch may take.
-
-        Args:
-            object_alignments: powers of two up to 16 that object addresses may be aligned to.
-                As they come from an arena, and 1 for every other, where empty. A launch takes
-                the widest prepared variant that its addresses allow, so none compiles later.
 
         Raises:
             GeometryError: a page too large for the kernel.
@@ -90,14 +92,15 @@ class TritonCopier:
         nothing = np.empty(0, dtype=np.int64)
         with self._lock, self._on_device():
             for spec in specs:
-                alignments = object_alignments or (arena_alignment_bytes(spec), 1)
-                self._alignments[spec] = tuple(sorted(set(alignments), reverse=True))
+                wanted = self._object_alignments or (arena_alignment_bytes(spec),)
+                self._alignments[spec] = tuple(sorted({*wanted, 1}, reverse=True))
                 if spec.row_addresses not in self._rows:
                     self._rows[spec.row_addresses] = self._upload(
                         np.asarray(spec.row_addresses, dtype=np.int64)
                     )
-                for _, config, direction, alignment in self._variants(spec):
-                    self._launch(spec, direction, alignment, config, nothing, nothing)
+                if not is_interpreted():
+                    for _, config, direction, alignment in self._variants(spec):
+                        self._launch(spec, direction, alignment, config, nothing, nothing)
 
     def copy_blocks(
         self,
@@ -123,7 +126,7 @@ class TritonCopier:
         if spec not in self._alignments:
             self.prepare((spec,))
         found = alignment_bytes(object_addresses)
-        alignment = next(a for a in (*self._alignments[spec], 1) if a <= found)
+        alignment = next(a for a in self._alignments[spec] if a <= found)
         with self._lock, self._on_device():
             config = self._config_of(spec, direction, alignment, block_ids.shape[0])
             self.last_launch = self._launch(
