@@ -135,10 +135,8 @@ def live_page_bytes(spec: Any) -> int | None:
         shapes, dtypes = getattr(spec, "shapes", None), getattr(spec, "dtypes", None)
         if not shapes or not dtypes:
             return None
-        return sum(
-            math.prod(shape) * int(dtype.itemsize)
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        )
+        states = zip(shapes, dtypes, strict=True)
+        return sum(int(math.prod(shape) * dtype.itemsize) for shape, dtype in states)
     fields = ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes")
     values: list[object] = [getattr(spec, field, None) for field in fields]
     return next((value for value in values if isinstance(value, int)), None)
