@@ -22,6 +22,7 @@ from hma_triton.group_view import EngineGroupInfo
 
 NUM_BLOCKS = 12
 BACKENDS = ["reference", "cpu"]
+GROUP_LAYERS = (("window.0", "window.1"), ("state.0",), ("full.0", "full.1"))
 
 
 def fill(tensor: torch.Tensor, seed: int) -> None:
