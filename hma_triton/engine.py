@@ -124,8 +124,8 @@ class TransferEngine:
         self.engine_group_infos = infos
         self.object_layout = ObjectLayout(object_layout)
         self.chunk_tokens = chunk_tokens
-        # the pools must outlive every address taken from them
-        self._layers = layers
+        # normalised caches; held, for the pools must outlive every address taken from them
+        self.layers = layers
         laid_out = lay_out(self.manager, self.object_layout, null_block_id)
         self.layout = laid_out.plan
         self._specs = laid_out.specs
