@@ -109,9 +109,9 @@ def violations(root: Path, floors: tuple[Floor, ...]) -> list[str]:
                 target = floor_of(modules[name], floors) if name in modules else None
                 if name == PACKAGE and module.name != PACKAGE:
                     found.append(f"{where}: imports from the package's door, not from a module")
-                elif target is None:
+                elif name not in modules:
                     found.append(f"{where}: there is no module {name}")
-                elif target.level > floor.level:
+                elif target and target.level > floor.level:
                     found.append(f"{where}: {name} (F{target.level}) is above F{floor.level}")
             elif top not in sys.stdlib_module_names and top not in floor.outside:
                 found.append(f"{where}: {top} is not listed for F{floor.level}")
