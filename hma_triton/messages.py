@@ -34,7 +34,7 @@ from hma_triton.handles import (
 
 PROTOCOL_VERSION = 1
 DIGEST_BYTES = 32
-MAX_FRAME_BYTES = 16 << 20
+MAX_FRAME_BYTES = 8 << 20
 MAX_CHUNKS = 1 << 17
 MAX_INFOS = 1024
 
@@ -87,11 +87,18 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
 
 
 class Hello(_Request, frozen=True, kw_only=True, tag="hello"):
-    """The first message of a connection. `role` is free text for the status view."""
+    """The first message of a connection; saying it again changes nothing.
+
+    `role` is free text for the status view.
+    """
 
     version: Count
     process: ProcessRef
     role: Name = ""
+
+
+class Goodbye(_Request, frozen=True, kw_only=True, tag="goodbye"):
+    """The client closes: its leases and registrations end."""
 
 
 class RegisterKVCache(_Request, frozen=True, kw_only=True, tag="register_kv_cache"):
@@ -200,6 +207,7 @@ class Clear(_Request, frozen=True, kw_only=True, tag="clear"):
 
 Request = (
     Hello
+    | Goodbye
     | RegisterKVCache
     | Unregister
     | Lookup
@@ -229,8 +237,8 @@ class HelloReply(_Reply, frozen=True, kw_only=True, tag="hello_reply"):
 class RegisterReply(_Reply, frozen=True, kw_only=True, tag="register_reply"):
     """What the server made of the pool.
 
-    `object_nbytes` per object group; `fingerprint` is the hex name of the key namespace;
-    `ranks` counts the registered ranks of the instance.
+    `object_nbytes` per object group; `fingerprint` is the hex name of the key namespace; `ranks`
+    counts the registered ranks of the instance; `backend` names the copy path.
     """
 
     object_nbytes: tuple[Count, ...]

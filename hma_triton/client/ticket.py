@@ -1,0 +1,69 @@
+"""The claim to one reply."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from hma_triton.messages import ErrorReply, Reply, Request
+
+Answer = TypeVar("Answer")
+
+UNAVAILABLE = "unavailable"
+TIMEOUT = "timeout"
+
+
+class Ticket(Generic[Answer]):
+    """One request on its way. `poll` gives None until it is answered, then always the answer.
+
+    `deadline_ns` is when the client gives up waiting; a ticket that `holds_pool` is then aborted
+    and stays open until the server has answered, or is known dead (design rule 13).
+    """
+
+    def __init__(
+        self,
+        make_request: Callable[[int], Request],
+        convert: Callable[[Reply], Answer],
+        deadline_ns: int,
+        *,
+        holds_pool: bool = False,
+        waits_for_server: bool = False,
+        on_late: Callable[[Reply], None] | None = None,
+    ) -> None:
+        self.make_request = make_request
+        self.deadline_ns = deadline_ns
+        self.holds_pool = holds_pool
+        self.waits_for_server = waits_for_server
+        self.on_late = on_late
+        self.seq = -1
+        self.sent = False
+        self.abort_seq: int | None = None
+        self.retries_left = 1
+        self._convert = convert
+        self._reply: Reply | None = None
+        self._done = threading.Event()
+
+    def poll(self) -> Answer | None:
+        """The answer, or None while there is none."""
+        return self._convert(self._reply) if self._reply is not None else None
+
+    def wait(self, timeout_s: float | None = None) -> Answer | None:
+        """Wait for the answer; None when `timeout_s` came first."""
+        self._done.wait(timeout_s)
+        return self.poll()
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is there."""
+        return self._done.is_set()
+
+    def resolve(self, reply: Reply) -> None:
+        """Set the answer; the first one stays. Called by the link."""
+        if self._reply is None:
+            self._reply = reply
+            self._done.set()
+
+    def fail(self, code: str, message: str) -> None:
+        """Answer with an error of the client's own."""
+        self.resolve(ErrorReply(seq=max(0, self.seq), code=code, message=message))

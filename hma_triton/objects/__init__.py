@@ -1,0 +1,1 @@
+"""Cached objects in host memory: one arena, an index of chunks, eviction, leases."""
