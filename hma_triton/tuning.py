@@ -247,6 +247,10 @@ class TuneTable:
             if path.name != DEFAULTS_FILE:
                 self._read(path)
 
+    def measured(self, key: TuneKey) -> KernelConfig | None:
+        """What was measured for `key` in this environment, None without a measurement."""
+        return self._values.get(key)
+
     def lookup(self, key: TuneKey) -> KernelConfig:
         """The measured config of `key`, else the architecture's written default."""
         found = self._values.get(key)

@@ -23,6 +23,11 @@ def architecture(device: torch.device) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
+def versions() -> dict[str, str]:
+    """Versions that compiled code depends on."""
+    return {"torch": torch.__version__, "triton": triton.__version__}
+
+
 def environment(device: torch.device) -> Environment:
     """Device, versions and kernel source of this process."""
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -30,8 +35,7 @@ def environment(device: torch.device) -> Environment:
     return Environment(
         device=name,
         architecture=architecture(device),
-        torch=torch.__version__,
-        triton=triton.__version__,
+        **versions(),
         driver="none" if device.type == "cpu" else runtime,
         kernel_source=source_hash(KERNEL_SOURCES),
     )

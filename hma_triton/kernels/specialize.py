@@ -7,7 +7,7 @@ size of a pool nor an address is ever part of a compiled variant; only the align
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -128,6 +128,26 @@ def word_bytes(spec: CopySpec, object_alignment_bytes: int) -> int:
     while widest > spec.run_bytes:
         widest //= 2
     return widest
+
+
+def narrowest_step(spec: CopySpec, object_alignment_bytes: int) -> str:
+    """What keeps words under 16 bytes, by name and value; empty where they have 16."""
+    width = word_bytes(spec, object_alignment_bytes)
+    if width == WORD_LIMIT_BYTES:
+        return ""
+    steps = asdict(_live_steps(spec))
+    causes = [
+        f"{name} step {step} bytes" for name, step in steps.items() if _low_bit(step) == width
+    ]
+    causes += [
+        f"{name} aligned to {alignment} bytes"
+        for name, alignment in (
+            ("pool", alignment_bytes(spec.row_addresses)),
+            ("object", _low_bit(object_alignment_bytes)),
+        )
+        if alignment == width
+    ]
+    return ", ".join(causes) or f"runs of {spec.run_bytes} bytes"
 
 
 def tune_key(

@@ -23,8 +23,6 @@ from hma_triton.kernels.specialize import (
 )
 from hma_triton.tuning import SIZE_BUCKETS_BYTES, KernelConfig, TuneTable
 
-_PATH = "zero_copy"
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -36,7 +34,6 @@ class Launch:
     word_bytes: int
     programs: int
     nbytes: int
-    path: str
 
 
 class TritonCopier:
@@ -87,10 +84,9 @@ class TritonCopier:
 
         Raises:
             GeometryError: a page too large for the kernel.
-            ConfigError: a launch config with a path other than `zero_copy`.
         """
         nothing = np.empty(0, dtype=np.int64)
-        with self._lock, self._on_device():
+        with self._lock, self._on_device(None):
             for spec in specs:
                 wanted = self._object_alignments or (arena_alignment_bytes(spec),)
                 self._alignments[spec] = tuple(sorted({*wanted, 1}, reverse=True))
@@ -101,6 +97,7 @@ class TritonCopier:
                 if not is_interpreted():
                     for _, config, direction, alignment in self._variants(spec):
                         self._launch(spec, direction, alignment, config, nothing, nothing)
+        self.synchronize()
 
     def copy_blocks(
         self,
@@ -119,15 +116,16 @@ class TritonCopier:
         direction: Direction,
         block_ids: Int64Array,
         object_addresses: Int64Array,
+        stream: int | None = None,
     ) -> None:
-        """`copy_blocks` on the device's current stream, without waiting for it."""
+        """`copy_blocks` on `stream` (a handle; the current one where None), without waiting."""
         if block_ids.shape[0] == 0:
             return
         if spec not in self._alignments:
             self.prepare((spec,))
         found = alignment_bytes(object_addresses)
         alignment = next(a for a in self._alignments[spec] if a <= found)
-        with self._lock, self._on_device():
+        with self._lock, self._on_device(stream):
             config = self._config_of(spec, direction, alignment, block_ids.shape[0])
             self.last_launch = self._launch(
                 spec, direction, alignment, config, block_ids, object_addresses
@@ -138,6 +136,12 @@ class TritonCopier:
         """Wait for everything enqueued on the device's current stream."""
         if self.device.type != "cpu":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def tuned_path(self, spec: CopySpec, direction: Direction, num_blocks: int) -> str | None:
+        """Path measured on this device for such a copy, None without a measurement."""
+        key = tune_key(spec, direction, arena_alignment_bytes(spec), num_blocks)
+        measured = self._table.measured(key)
+        return measured.path if measured else None
 
     def specializations(self, spec: CopySpec) -> frozenset[KernelSpecialization]:
         """Every kernel that launches of a prepared `spec` take."""
@@ -166,15 +170,7 @@ class TritonCopier:
     def _config_of(
         self, spec: CopySpec, direction: Direction, alignment: int, num_blocks: int
     ) -> KernelConfig:
-        config = self._config or self._table.lookup(
-            tune_key(spec, direction, alignment, num_blocks)
-        )
-        if config.path != _PATH:
-            raise ConfigError(
-                f"kernel group {spec.kernel_group_index}: its launch asks for the path "
-                f"{config.path!r}, this executor has {_PATH!r} only"
-            )
-        return config
+        return self._config or self._table.lookup(tune_key(spec, direction, alignment, num_blocks))
 
     def _launch(
         self,
@@ -196,7 +192,6 @@ class TritonCopier:
             word_bytes=special.word_bytes,
             programs=programs,
             nbytes=block_ids.shape[0] * spec.block_bytes,
-            path=_PATH,
         )
 
     def _upload(self, table: Int64Array) -> torch.Tensor:
@@ -205,5 +200,10 @@ class TritonCopier:
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.device.type == "cpu" else torch.cuda.device(self.device)
+    def _on_device(self, stream: int | None) -> AbstractContextManager[object]:
+        if self.device.type == "cpu":
+            return nullcontext()
+        if stream is None:
+            return torch.cuda.device(self.device)
+        external = torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(external)

@@ -145,8 +145,8 @@ def test_store_and_retrieve_take_the_same_way(copier: TritonCopier, memory: Memo
         for direction in Direction:
             check_copy(copier, single_run_case(run_bytes, (1, 0)), direction, memory)
             assert copier.last_launch is not None
-            seen.append((copier.last_launch.word_bytes, copier.last_launch.path))
-        assert seen == [(16, "zero_copy")] * 2
+            seen.append((copier.last_launch.word_bytes, copier.last_launch.programs))
+        assert seen == [(16, {512: 2, 576: 3, 640: 3, 656: 3}[run_bytes])] * 2
 
 
 def test_the_numbers_are_those_of_the_spec(copier: TritonCopier) -> None:

@@ -96,7 +96,9 @@ def check_copy(executor: Executor, case: CopyCase, direction: Direction, memory:
     source.fill(_random_bytes(source.extent, seed=len(case.block_ids)))
     target.fill(np.full(target.extent, POISON, dtype=np.uint8))
     expected = {side: side.snapshot() for side in (pool, host)}
-    _run(ReferenceCopier(), case, direction, *(_twin(side, expected[side]) for side in (pool, host)))
+    _run(
+        ReferenceCopier(), case, direction, *(_twin(side, expected[side]) for side in (pool, host))
+    )
     _run(executor, case, direction, pool.address, host.address)
     for name, side in (("pool", pool), ("object", host)):
         found = side.snapshot()
@@ -156,9 +158,7 @@ def copy_cases(draw: st.DrawFn, *, unique_ids: bool = False) -> CopyCase:
     )
     rows, n0, n1 = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     num_blocks = draw(st.integers(1, 6))
-    ids = draw(
-        st.lists(st.integers(0, num_blocks - 1), min_size=1, max_size=6, unique=unique_ids)
-    )
+    ids = draw(st.lists(st.integers(0, num_blocks - 1), min_size=1, max_size=6, unique=unique_ids))
     # what everything is aligned to: decides the width of the accesses
     grain = draw(st.sampled_from((1, 2, 4, 8, 16, 16, 64)))
     pool = draw(_nested_axes((num_blocks, rows, n0, n1), run_bytes, grain))
