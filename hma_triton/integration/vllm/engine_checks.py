@@ -1,0 +1,111 @@
+"""What the connector says at start-up about the engine's settings: refusals, warnings, advice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hma_triton.errors import ConfigError
+from hma_triton.integration.vllm.engine_identity import hashes_repeat
+from hma_triton.integration.vllm.engine_shape import EngineShape
+
+SUPPORTED_VERSIONS = ("0.32",)
+"""Minor versions of vLLM that the engine tests run."""
+
+
+def check_version(version: str) -> str | None:
+    """A warning for a vLLM that was never run with this connector, None for one that was."""
+    if version.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
+        return None
+    return (
+        f"vLLM {version} was never run with this connector; the engine tests run "
+        f"{', '.join(SUPPORTED_VERSIONS)}.x"
+    )
+
+
+def refused_features(vllm_config: Any) -> list[str]:
+    """Names of the features in use under which no reuse was ever tested, and may be wrong."""
+    parallel = vllm_config.parallel_config
+    refused = []
+    if vllm_config.speculative_config is not None:
+        refused.append("speculative decoding (--speculative-config)")
+    if parallel.pipeline_parallel_size > 1:
+        refused.append(f"pipeline parallelism ({parallel.pipeline_parallel_size} stages)")
+    if parallel.decode_context_parallel_size > 1:
+        refused.append(
+            f"decode context parallelism ({parallel.decode_context_parallel_size} ranks)"
+        )
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        refused.append(
+            f"prefill context parallelism ({parallel.prefill_context_parallel_size} ranks)"
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        refused.append("KV scales calculated from the first prompt (--calculate-kv-scales)")
+    return refused
+
+
+def refuse_untested(vllm_config: Any, *, allow: bool) -> list[str]:
+    """Refuse features that were never run; with `allow` the same text is returned as a warning.
+
+    Raises:
+        ConfigError: names every such feature in use.
+    """
+    refused = refused_features(vllm_config)
+    if not refused:
+        return []
+    text = f"never run with this connector: {', '.join(refused)}"
+    if not allow:
+        raise ConfigError(
+            f"{text}; turn it off, or set hma.allow_untested to try it at your own risk"
+        )
+    return [text]
+
+
+def start_warnings(vllm_config: Any) -> list[str]:
+    """What an operator should know before the first request; scheduler half."""
+    warnings = []
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        warnings.append(
+            "kv_load_failure_policy is 'fail': a request whose load fails (server lost, object"
+            " evicted) ends with an error; set it to 'recompute' to have such requests recomputed"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        warnings.append("asynchronous scheduling was never run with this connector")
+    if not hashes_repeat(vllm_config):
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        warnings.append(
+            f"block hashes ({algorithm}) are seeded at random in every process: nothing is shared"
+            " with other engines or after a restart; set PYTHONHASHSEED to one value everywhere,"
+            " or use sha256"
+        )
+    return warnings
+
+
+def reuse_warnings(vllm_config: Any, kv_cache_config: Any, shape: EngineShape) -> list[str]:
+    """Settings that make hits impossible or rare; asked once the engine is up.
+
+    For recurrent groups only: state exists where a step ended on a block's edge.
+    """
+    longest = int(vllm_config.model_config.max_model_len)
+    warnings = []
+    if shape.chunk_tokens > longest:
+        warnings.append(
+            f"no hit is possible: a chunk has {shape.chunk_tokens} tokens, max_model_len is"
+            f" {longest}"
+        )
+    if not shape.recurrent:
+        return warnings
+    state_tokens = max(shape.tokens_per_block[group] for group in shape.recurrent)
+    split_tokens = int(vllm_config.cache_config.block_size)
+    if split_tokens % state_tokens:
+        warnings.append(
+            f"few hits are possible: the scheduler ends its steps on multiples of {split_tokens}"
+            f" tokens, recurrent state is kept every {state_tokens}; give --block-size"
+            f" {state_tokens}"
+        )
+    budget = int(vllm_config.scheduler_config.max_num_batched_tokens)
+    if budget < state_tokens:
+        warnings.append(
+            f"few hits are possible: max_num_batched_tokens {budget} is less than the"
+            f" {state_tokens} tokens between two recurrent states"
+        )
+    return warnings
