@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hma_triton.errors import ConfigError
+
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 Snapshot = Callable[[], dict[str, Any]]
 
@@ -88,8 +90,15 @@ class Metrics:
         )
 
     def serve(self, port: int) -> Callable[[], None]:
-        """Answer scrapes on 127.0.0.1; gives what ends that."""
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=self.registry)
+        """Answer scrapes on 127.0.0.1; gives what ends that.
+
+        Raises:
+            ConfigError: the port cannot be had.
+        """
+        try:
+            server, thread = start_http_server(port, addr="127.0.0.1", registry=self.registry)
+        except OSError as error:
+            raise ConfigError(f"metrics port {port}: {error.strerror}") from error
 
         def stop() -> None:
             server.shutdown()

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from hma_triton import messages as m
 from hma_triton.client.link import Link, LinkState
+from hma_triton.client.requests import (
+    IdList,
+    lookup_ticket,
+    missed,
+    retrieve_ticket,
+    store_ticket,
+)
 from hma_triton.client.ticket import TIMEOUT, UNAVAILABLE, Ticket
 from hma_triton.errors import ProtocolError, RemoteError, ServerUnavailableError
 from hma_triton.group_view import EngineGroupInfo
@@ -20,7 +25,6 @@ from hma_triton.handles import EventHandle
 from hma_triton.keys import EngineFacts, pack_digests
 from hma_triton.tensor_ipc import KVCaches, export_kv_caches
 
-IdList = Sequence[int] | npt.NDArray[np.integer]
 Expected = TypeVar("Expected")
 
 
@@ -194,7 +198,7 @@ class HmaClient:
         The answer stays until `release`.
         """
         ticket = self._lookups.get(request_id)
-        return _missed(request_id, "unknown request") if ticket is None else ticket.poll()
+        return missed(request_id, "unknown request") if ticket is None else ticket.poll()
 
     def lookup(
         self,
@@ -207,9 +211,7 @@ class HmaClient:
         """`lookup_submit` and wait; the same misses."""
         packed = pack_digests(digests)
         ticket = self._lookup(instance_id, request_id, packed, max_tokens, timeout_s)
-        reply = ticket.wait()
-        assert reply is not None, "the link answers every ticket"
-        return reply
+        return ticket.result()
 
     def _lookup(
         self,
@@ -219,33 +221,18 @@ class HmaClient:
         max_tokens: int,
         limit_s: float | None,
     ) -> Ticket[m.LookupReply]:
-        def convert(reply: m.Reply) -> m.LookupReply:
-            if isinstance(reply, m.LookupReply):
-                return reply
-            return _missed(request_id, _reason_of(reply))
-
-        def release_late(reply: m.Reply) -> None:
-            if isinstance(reply, m.LookupReply) and reply.tokens:
-                self._tell_release(instance_id, request_id)
-
-        ticket: Ticket[m.LookupReply] = Ticket(
-            lambda seq: m.Lookup(
-                seq=seq,
-                instance_id=instance_id,
-                request_id=request_id,
-                digests=digests,
-                max_tokens=max_tokens,
-            ),
-            convert,
+        ticket = lookup_ticket(
+            instance_id,
+            request_id,
+            digests,
+            max_tokens,
             self._deadline_ns(limit_s),
-            on_late=release_late,
+            self._tell_release,
         )
         if digests:
             self._link.submit(ticket)
         else:
-            ticket.resolve(
-                m.LookupReply(seq=0, request_id=request_id, tokens=0, chunks=0, reason="none")
-            )
+            ticket.resolve(missed(request_id, "none"))
         return ticket
 
     def release(self, instance_id: str, request_id: str) -> None:
@@ -285,56 +272,15 @@ class HmaClient:
             digests=pack_digests(digests),
             parent=pack_digests([parent]) if parent else b"",
         )
-        packed = tuple(m.pack_block_ids(ids) for ids in block_ids)
-        deadline_ns = self._deadline_ns(deadline_s)
-
-        def convert(reply: m.Reply) -> m.StoreReply:
-            if isinstance(reply, m.StoreReply):
-                return reply
-            code, message = _failure_of(reply)
-            return m.StoreReply(seq=reply.seq, code=code, message=message)
-
-        ticket: Ticket[m.StoreReply] = Ticket(
-            lambda seq: m.Store(
-                seq=seq,
-                instance_id=instance_id,
-                rank=rank,
-                key=key,
-                block_ids=packed,
-                deadline_ns=deadline_ns,
-                event=event,
-            ),
-            convert,
-            deadline_ns,
+        ticket = store_ticket(
+            instance_id, rank, key, block_ids, self._deadline_ns(deadline_s), event
         )
         self._link.submit(ticket)
         return ticket
 
-    def store(
-        self,
-        instance_id: str,
-        rank: int,
-        start_chunk: int,
-        digests: bytes | Sequence[bytes],
-        parent: bytes,
-        block_ids: Sequence[IdList],
-        *,
-        deadline_s: float | None = None,
-        event: EventHandle | None = None,
-    ) -> m.StoreReply:
-        """`store_submit` and wait, never longer than `deadline_s`."""
-        reply = self.store_submit(
-            instance_id,
-            rank,
-            start_chunk,
-            digests,
-            parent,
-            block_ids,
-            deadline_s=deadline_s,
-            event=event,
-        ).wait()
-        assert reply is not None, "the link answers every ticket"
-        return reply
+    def store(self, *args: Any, **options: Any) -> m.StoreReply:
+        """`store_submit` with the same arguments, and wait: never longer than `deadline_s`."""
+        return self.store_submit(*args, **options).result()
 
     def retrieve_submit(
         self,
@@ -356,62 +302,22 @@ class HmaClient:
         Raises:
             ProtocolError: digests or ids that cannot be sent.
         """
-        packed_digests = pack_digests(digests)
-        packed = tuple(m.pack_block_ids(ids) for ids in block_ids)
-        deadline_ns = self._deadline_ns(deadline_s)
-
-        def convert(reply: m.Reply) -> m.RetrieveReply:
-            if isinstance(reply, m.RetrieveReply):
-                return reply
-            code, message = _failure_of(reply)
-            return m.RetrieveReply(
-                seq=reply.seq, request_id=request_id, ok=False, code=code, message=message
-            )
-
-        ticket: Ticket[m.RetrieveReply] = Ticket(
-            lambda seq: m.Retrieve(
-                seq=seq,
-                instance_id=instance_id,
-                rank=rank,
-                request_id=request_id,
-                digests=packed_digests,
-                skip_tokens=skip_tokens,
-                block_ids=packed,
-                deadline_ns=deadline_ns,
-                event=event,
-            ),
-            convert,
-            deadline_ns,
-            holds_pool=True,
-        )
-        self._link.submit(ticket)
-        return ticket
-
-    def retrieve(
-        self,
-        instance_id: str,
-        rank: int,
-        request_id: str,
-        digests: bytes | Sequence[bytes],
-        skip_tokens: int,
-        block_ids: Sequence[IdList],
-        *,
-        deadline_s: float | None = None,
-        event: EventHandle | None = None,
-    ) -> m.RetrieveReply:
-        """`retrieve_submit` and wait; longer than `deadline_s` while the server is stopped."""
-        reply = self.retrieve_submit(
+        ticket = retrieve_ticket(
             instance_id,
             rank,
             request_id,
             digests,
             skip_tokens,
             block_ids,
-            deadline_s=deadline_s,
-            event=event,
-        ).wait()
-        assert reply is not None, "the link answers every ticket"
-        return reply
+            self._deadline_ns(deadline_s),
+            event,
+        )
+        self._link.submit(ticket)
+        return ticket
+
+    def retrieve(self, *args: Any, **options: Any) -> m.RetrieveReply:
+        """`retrieve_submit` with the same arguments, and wait, for a stopped server too."""
+        return self.retrieve_submit(*args, **options).result()
 
     # the rest
 
@@ -459,7 +365,7 @@ class HmaClient:
             make, lambda reply: reply, self._deadline_ns(timeout_s), waits_for_server=True
         )
         self._link.submit(ticket)
-        reply = ticket.wait()
+        reply = ticket.result()
         if isinstance(reply, kind):
             return reply
         if isinstance(reply, m.ErrorReply):
@@ -467,18 +373,3 @@ class HmaClient:
                 raise ServerUnavailableError(reply.message)
             raise RemoteError(reply.message, reply.code)
         raise ProtocolError(f"{type(reply).__name__} where {kind.__name__} was expected")
-
-
-def _missed(request_id: str, reason: str) -> m.LookupReply:
-    return m.LookupReply(seq=0, request_id=request_id, tokens=0, chunks=0, reason=reason)
-
-
-def _failure_of(reply: m.Reply) -> tuple[str, str]:
-    if isinstance(reply, m.ErrorReply):
-        return reply.code, reply.message
-    return m.ErrorCode.INTERNAL.value, f"{type(reply).__name__} is no answer to this request"
-
-
-def _reason_of(reply: m.Reply) -> str:
-    code, message = _failure_of(reply)
-    return code if code in (UNAVAILABLE, TIMEOUT) else f"error: {code}: {message[:200]}"

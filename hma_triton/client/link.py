@@ -179,6 +179,9 @@ class Link:
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret.encode())
         self._socket = socket
         socket.connect(self.url)
+        self._say_hello()
+
+    def _say_hello(self) -> None:
         self._hello_seq = self._next_seq()
         self._hello_sent_ns = time.monotonic_ns()
         self._send(
@@ -283,16 +286,7 @@ class Link:
         log.info("the server has lost this client (%s); saying hello again", code)
         self._set_state(LinkState.AWAY)
         self._patient_until_ns = time.monotonic_ns() + 2 * _HELLO_RETRY_NS
-        self._hello_seq = self._next_seq()
-        self._hello_sent_ns = time.monotonic_ns()
-        self._send(
-            m.Hello(
-                seq=self._hello_seq,
-                version=m.PROTOCOL_VERSION,
-                process=this_process(),
-                role=self._role,
-            )
-        )
+        self._say_hello()
 
     def _greeted(self, reply: m.Reply) -> None:
         if isinstance(reply, m.ErrorReply):

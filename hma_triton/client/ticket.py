@@ -53,6 +53,12 @@ class Ticket(Generic[Answer]):
         self._done.wait(timeout_s)
         return self.poll()
 
+    def result(self) -> Answer:
+        """Wait for the answer, however long; the link answers every ticket in the end."""
+        self._done.wait()
+        assert self._reply is not None, "set before the event"
+        return self._convert(self._reply)
+
     @property
     def done(self) -> bool:
         """Whether the answer is there."""
