@@ -1,0 +1,123 @@
+"""One executor per device, and the geometries it has been prepared for."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+import torch
+
+from hma_triton.errors import UnsupportedLayoutError
+from hma_triton.integration.lmcache.geometry import TransferGeometry
+from hma_triton.kernels.addressing import CopySpec, Direction, Int64Array
+from hma_triton.kernels.cpu import CpuCopier
+
+GEOMETRY_LIMIT = 1024
+
+
+class Copier(Protocol):
+    """An executor of `hma_triton.kernels`."""
+
+    def prepare(self, specs: Sequence[CopySpec]) -> None:
+        """Compile and upload whatever `specs` need."""
+
+    def copy_blocks(
+        self,
+        spec: CopySpec,
+        direction: Direction,
+        block_ids: Int64Array,
+        object_addresses: Int64Array,
+    ) -> None:
+        """Move `block_ids` [n] to or from `object_addresses` [n]."""
+
+    def close(self) -> None:
+        """Release threads and tables."""
+
+
+class Executors:
+    """Runs transfers where their pools are. Safe under concurrent callers.
+
+    Args:
+        copier: takes every pool, whatever its device; by default the CPU copier for CPU pools and
+            the Triton copier, on the current stream, for CUDA and ROCm pools.
+    """
+
+    def __init__(self, copier: Copier | None = None) -> None:
+        self._lock = threading.Lock()
+        self._forced = copier
+        self._copiers: dict[torch.device, Copier] = {}
+        self._geometries: OrderedDict[Hashable, TransferGeometry] = OrderedDict()
+
+    def geometry(
+        self, device: torch.device, key: Hashable, build: Callable[[], TransferGeometry]
+    ) -> TransferGeometry:
+        """The geometry of `key`, built and prepared the first time.
+
+        Raises:
+            UnsupportedLayoutError: pools on a device that no executor serves.
+        """
+        with self._lock:
+            found = self._geometries.get((device, key))
+            if found is not None:
+                self._geometries.move_to_end((device, key))
+                return found
+        geometry = build()
+        self.copier(device).prepare(geometry.specs)
+        with self._lock:
+            self._geometries[device, key] = geometry
+            while len(self._geometries) > GEOMETRY_LIMIT:
+                self._geometries.popitem(last=False)
+        return geometry
+
+    def run(
+        self,
+        device: torch.device,
+        geometry: TransferGeometry,
+        direction: Direction,
+        block_ids: Int64Array,
+        block_addresses: Int64Array,
+    ) -> None:
+        """Move `block_ids` [n] to or from `block_addresses` [n], those of the geometry.
+
+        On a CUDA device the work is enqueued on the current stream, on the CPU it is done on
+        return.
+        """
+        copier = self.copier(device)
+        # LMCache orders its own work by the stream, so a device's copy must not wait for itself
+        move = getattr(copier, "enqueue", copier.copy_blocks)
+        for spec in geometry.specs:
+            move(spec, direction, block_ids, block_addresses + spec.region_offset_bytes)
+
+    def copier(self, device: torch.device) -> Copier:
+        """The executor for pools on `device`.
+
+        Raises:
+            UnsupportedLayoutError: neither CPU nor CUDA nor ROCm.
+        """
+        with self._lock:
+            if self._forced is not None:
+                return self._forced
+            if device not in self._copiers:
+                self._copiers[device] = _make_copier(device)
+            return self._copiers[device]
+
+    def close(self) -> None:
+        """Release the executors made here; nothing enqueued may be pending."""
+        with self._lock:
+            for copier in self._copiers.values():
+                copier.close()
+            self._copiers.clear()
+            self._geometries.clear()
+
+
+def _make_copier(device: torch.device) -> Copier:
+    if device.type == "cpu":
+        return CpuCopier()
+    if device.type != "cuda":
+        raise UnsupportedLayoutError(f"no executor for pools on {device}")
+    # only where there is a device: Triton reads its environment when it is imported
+    from hma_triton.kernels.triton_copier import TritonCopier
+
+    return TritonCopier(device, object_alignments=(16,))
