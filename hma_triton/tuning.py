@@ -127,7 +127,7 @@ def source_hash(paths: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _build(kind: Any, raw: Any, where: str) -> Any:
+def build(kind: Any, raw: Any, where: str) -> Any:
     """A dataclass from a JSON object that has exactly its fields.
 
     Raises:
@@ -140,7 +140,7 @@ def _build(kind: Any, raw: Any, where: str) -> Any:
     return kind(**raw)
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path) -> Mapping[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -158,9 +158,9 @@ def load_defaults(directory: Path = CONFIG_DIRECTORY) -> Mapping[str, KernelConf
     Raises:
         ConfigError: a file that is absent or malformed.
     """
-    raw = _read_json(directory / DEFAULTS_FILE)
+    raw = read_json(directory / DEFAULTS_FILE)
     table = {
-        name: _build(KernelConfig, value["config"], f"{DEFAULTS_FILE}: {name}")
+        name: build(KernelConfig, value["config"], f"{DEFAULTS_FILE}: {name}")
         for name, value in raw["architectures"].items()
     }
     if "other" not in table:
@@ -181,18 +181,18 @@ def read_values(path: Path) -> tuple[TunedValue, ...]:
         ConfigError: a malformed file.
     """
     values = []
-    for index, raw in enumerate(_read_json(path).get("values", ())):
+    for index, raw in enumerate(read_json(path).get("values", ())):
         where = f"{path.name}: values[{index}]"
         if not isinstance(raw, Mapping):
             raise ConfigError(f"{where}: not an object")
         values.append(
-            _build(
+            build(
                 TunedValue,
                 {
                     **raw,
-                    "key": _build(TuneKey, raw.get("key"), where),
-                    "config": _build(KernelConfig, raw.get("config"), where),
-                    "environment": _build(Environment, raw.get("environment"), where),
+                    "key": build(TuneKey, raw.get("key"), where),
+                    "config": build(KernelConfig, raw.get("config"), where),
+                    "environment": build(Environment, raw.get("environment"), where),
                 },
                 where,
             )
