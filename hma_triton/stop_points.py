@@ -36,7 +36,13 @@ CLIENT_POINTS = (
     "client.retrieve.sent",
     "client.retrieve.answered",
 )
-_armed = set(filter(None, os.environ.get("HMA_TEST_STOP_AT", "").split(",")))
+_armed: set[str] = set()
+
+
+def arm() -> None:
+    """Read the environment: at import, and again by a test's process that was forked."""
+    _armed.clear()
+    _armed.update(filter(None, os.environ.get("HMA_TEST_STOP_AT", "").split(",")))
 
 
 def reach(name: str) -> None:
@@ -46,3 +52,6 @@ def reach(name: str) -> None:
     _armed.discard(name)
     Path(os.environ["HMA_TEST_STOP_DIR"], name).touch()
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+arm()
