@@ -19,21 +19,31 @@ from hma_triton.group_view import (
     engine_group_layer_indices,
     expand_engine_block_ids,
 )
+from hma_triton.host_memory import PinnedHost
 from hma_triton.kernels.addressing import CopySpec, Direction, Int64Array, ObjectLayout
 from hma_triton.kernels.cpu import CpuCopier
+from hma_triton.kernels.device import (
+    CopyJob,
+    DeviceCopier,
+    DeviceSettings,
+    PathReport,
+    PendingCopy,
+)
 from hma_triton.kernels.reference import ReferenceCopier
 from hma_triton.kv_layer_groups import KVLayerGroupsManager
 from hma_triton.layout_hints import hints_with_blocks
 from hma_triton.object_buffers import ObjectBuffer, id_arrays, object_address
 from hma_triton.plan import TransferPlan, plan_retrieve, plan_store
 
-BACKENDS = ("auto", "cpu", "triton", "reference")
+BACKENDS = ("auto", "cpu", "device", "triton", "reference")
 
 
 class Copier(Protocol):
     """What executes a plan; see `kernels.addressing` for the formula."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Short name, for results and metrics."""
 
     def prepare(self, specs: Sequence[CopySpec]) -> None:
         """Compile and upload whatever `specs` need, once, at registration."""
@@ -60,13 +70,18 @@ class WaitEvent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What one call moved. `skipped` lists (object group, chunk) pairs with a null kept block."""
+    """What one call moved. `skipped` lists (object group, chunk) pairs with a null kept block.
+
+    `paths` says how a device moved each copy spec. `done` is there when the call did not wait.
+    """
 
     nbytes: int
     num_blocks: int
     seconds: float
     backend: str
     skipped: tuple[tuple[int, int], ...] = ()
+    paths: tuple[PathReport, ...] = ()
+    done: PendingCopy | None = None
 
 
 class TransferEngine:
@@ -81,8 +96,10 @@ class TransferEngine:
         chunk_tokens: tokens of one object; every group's block must divide it.
         separate_object_groups: whether groups with different reuse rules get objects of their own.
         object_layout: `opaque` (pages as they lie) or `token_major` (LMCache's order).
-        backend: `auto`, `cpu`, `triton` or `reference`.
+        backend: `auto`, `cpu`, `device`, `triton` (the kernel alone) or `reference`.
         null_block_id: the engine's "nothing here" id, None when it has none.
+        pinned_host: registrations of the memory that objects lie in, for pools on a device.
+        device_settings: path, staging buffer and program budget of a device.
 
     Raises:
         GeometryError: layouts or groups that cannot be served; names the layer or group.
@@ -102,6 +119,8 @@ class TransferEngine:
         null_block_id: int | None = 0,
         threads: int | None = None,
         engine_type: str = "vllm",
+        pinned_host: PinnedHost | None = None,
+        device_settings: DeviceSettings | None = None,
     ) -> None:
         if object_layout not in {layout.value for layout in ObjectLayout}:
             raise ConfigError(
@@ -130,7 +149,9 @@ class TransferEngine:
         self.layout = laid_out.plan
         self._specs = laid_out.specs
         self._object_nbytes = laid_out.object_nbytes
-        self._copier = _make_copier(backend, _device_of(layers), threads)
+        self._copier = _make_copier(
+            backend, _device_of(layers), threads, pinned_host, device_settings
+        )
         self._copier.prepare(self.copy_specs)
 
     @property
@@ -162,6 +183,7 @@ class TransferEngine:
         *,
         skip_tokens: int = 0,
         wait_event: WaitEvent | None = None,
+        wait: bool = True,
     ) -> TransferResult:
         """Copy blocks from the pools into `objects`.
 
@@ -170,12 +192,18 @@ class TransferEngine:
             objects: `objects[g][c]`, host bytes for chunk c of object group g, or None.
             skip_tokens: leading tokens to leave out, whole chunks only.
             wait_event: the producer's work, waited for before the first byte is read.
+            wait: whether to return when the bytes have moved; False only matters on a device,
+                where the result's `done` is then an event for a stream or the host to wait for.
 
         Raises:
             PlanError: short lists, ids out of range, buffers of another size.
         """
         return self.store_addresses(
-            block_ids, self._addresses(objects), skip_tokens=skip_tokens, wait_event=wait_event
+            block_ids,
+            self._addresses(objects),
+            skip_tokens=skip_tokens,
+            wait_event=wait_event,
+            wait=wait,
         )
 
     def retrieve(
@@ -185,6 +213,7 @@ class TransferEngine:
         *,
         skip_tokens: int = 0,
         wait_event: WaitEvent | None = None,
+        wait: bool = True,
     ) -> TransferResult:
         """Copy `objects` into the pools: every real id from `skip_tokens` on, or nothing.
 
@@ -193,7 +222,11 @@ class TransferEngine:
             IncompleteRetrieveError: a real id whose bytes are not in `objects`.
         """
         return self.retrieve_addresses(
-            block_ids, self._addresses(objects), skip_tokens=skip_tokens, wait_event=wait_event
+            block_ids,
+            self._addresses(objects),
+            skip_tokens=skip_tokens,
+            wait_event=wait_event,
+            wait=wait,
         )
 
     def store_addresses(
@@ -203,6 +236,7 @@ class TransferEngine:
         *,
         skip_tokens: int = 0,
         wait_event: WaitEvent | None = None,
+        wait: bool = True,
     ) -> TransferResult:
         """`store` with objects given as addresses: per object group int64 `[num_chunks]`, 0 = None.
 
@@ -210,7 +244,7 @@ class TransferEngine:
         """
         present = self._present(object_addresses)
         plan = plan_store(self.layout, id_arrays(block_ids), present, skip_tokens)
-        return self._execute(Direction.STORE, plan, object_addresses, wait_event)
+        return self._execute(Direction.STORE, plan, object_addresses, wait_event, wait)
 
     def retrieve_addresses(
         self,
@@ -219,11 +253,12 @@ class TransferEngine:
         *,
         skip_tokens: int = 0,
         wait_event: WaitEvent | None = None,
+        wait: bool = True,
     ) -> TransferResult:
         """`retrieve` with objects given as addresses, see `store_addresses`."""
         present = self._present(object_addresses)
         plan = plan_retrieve(self.layout, id_arrays(block_ids), present, skip_tokens)
-        return self._execute(Direction.RETRIEVE, plan, object_addresses, wait_event)
+        return self._execute(Direction.RETRIEVE, plan, object_addresses, wait_event, wait)
 
     def close(self) -> None:
         """Release the executor's threads and tables; the pools stay the caller's."""
@@ -235,11 +270,35 @@ class TransferEngine:
         plan: TransferPlan,
         object_addresses: Sequence[Int64Array],
         wait_event: WaitEvent | None,
+        wait: bool,
     ) -> TransferResult:
+        jobs = self._jobs(plan, object_addresses)
+        nbytes = sum(job.block_ids.shape[0] * job.spec.block_bytes for job in jobs)
+        if isinstance(self._copier, DeviceCopier):
+            started = time.perf_counter()
+            pending = self._copier.start(direction, jobs, wait_event)
+            if wait:
+                pending.synchronize()
+            return TransferResult(
+                nbytes,
+                plan.num_blocks,
+                time.perf_counter() - started,
+                pending.backend,
+                plan.skipped,
+                pending.reports,
+                None if wait else pending,
+            )
         if wait_event is not None:
             wait_event.synchronize()
         started = time.perf_counter()
-        nbytes = 0
+        for job in jobs:
+            self._copier.copy_blocks(job.spec, direction, job.block_ids, job.object_addresses)
+        seconds = time.perf_counter() - started
+        return TransferResult(nbytes, plan.num_blocks, seconds, self.backend, plan.skipped)
+
+    def _jobs(self, plan: TransferPlan, object_addresses: Sequence[Int64Array]) -> list[CopyJob]:
+        """The copies of a plan, one for each copy spec that moves something."""
+        jobs = []
         for group in plan.groups:
             if not group.block_ids.size:
                 continue
@@ -250,10 +309,8 @@ class TransferEngine:
                     + spec.region_offset_bytes
                     + group.kept_indices * spec.object_block_stride_bytes
                 )
-                self._copier.copy_blocks(spec, direction, group.block_ids, places)
-                nbytes += group.block_ids.shape[0] * spec.block_bytes
-        seconds = time.perf_counter() - started
-        return TransferResult(nbytes, plan.num_blocks, seconds, self.backend, plan.skipped)
+                jobs.append(CopyJob(spec, group.block_ids, places))
+        return jobs
 
     def _present(self, object_addresses: Sequence[Int64Array]) -> npt.NDArray[np.bool_]:
         if len(object_addresses) != len(self._object_nbytes):
@@ -311,17 +368,29 @@ def _tensors(caches: Any) -> list[torch.Tensor]:
     return [tensor for value in values for tensor in _tensors(value)]
 
 
-def _make_copier(backend: str, device: torch.device, threads: int | None) -> Copier:
+def _make_copier(
+    backend: str,
+    device: torch.device,
+    threads: int | None,
+    pinned_host: PinnedHost | None,
+    device_settings: DeviceSettings | None,
+) -> Copier:
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is unknown; use one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = "cpu" if device.type == "cpu" else "triton"
+        backend = "cpu" if device.type == "cpu" else "device"
     if backend == "reference":
         return ReferenceCopier()
     if backend == "cpu":
         if device.type != "cpu":
-            raise ConfigError(f"backend 'cpu' cannot read caches on {device}; use 'triton'")
+            raise ConfigError(f"backend 'cpu' cannot read caches on {device}; use 'device'")
         return CpuCopier(threads)
+    if backend == "device" and device.type == "cpu":
+        raise ConfigError("backend 'device' serves caches on a GPU; CPU caches take 'cpu'")
     from hma_triton.kernels.triton_copier import TritonCopier
 
-    return TritonCopier(device)
+    if backend == "triton":
+        return TritonCopier(device)
+    settings = device_settings or DeviceSettings()
+    kernel = TritonCopier(device, program_cap=settings.program_cap)
+    return DeviceCopier(device, pinned_host, kernel=kernel, settings=settings)

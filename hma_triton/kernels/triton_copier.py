@@ -49,6 +49,7 @@ class TritonCopier:
         object_alignments: powers of two up to 16 that object addresses may be aligned to; where
             empty, what an arena's objects have, and 1 for every other. A launch takes the widest
             of these variants that its addresses allow, and none compiles after `prepare`.
+        program_cap: most programs of a launch, instead of the config's.
 
     Raises:
         ConfigError: CPU pools without `TRITON_INTERPRET=1`, or a device while it is set.
@@ -61,6 +62,7 @@ class TritonCopier:
         device: torch.device | str = "cpu",
         config: KernelConfig | None = None,
         object_alignments: Sequence[int] = (),
+        program_cap: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         if (self.device.type == "cpu") != is_interpreted():
@@ -73,6 +75,7 @@ class TritonCopier:
         self.launch_count = 0
         self._config = config
         self._object_alignments = tuple(object_alignments)
+        self._program_cap = program_cap
         self._table = TuneTable(environment(self.device))
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         self._alignments: dict[CopySpec, tuple[int, ...]] = {}
@@ -184,7 +187,12 @@ class TritonCopier:
         special, steps = specialize(spec, direction, alignment, config)
         ids, addresses = self._upload(np.stack((block_ids, object_addresses)))
         programs = launch_block_copy(
-            special, steps, self._rows[spec.row_addresses], ids, addresses, config.program_cap
+            special,
+            steps,
+            self._rows[spec.row_addresses],
+            ids,
+            addresses,
+            self._program_cap or config.program_cap,
         )
         return Launch(
             kernel_group_index=spec.kernel_group_index,
