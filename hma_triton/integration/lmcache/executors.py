@@ -49,6 +49,7 @@ class Executors:
         self._forced = copier
         self._copiers: dict[torch.device, Copier] = {}
         self._geometries: OrderedDict[Hashable, TransferGeometry] = OrderedDict()
+        self._moved = [0, 0]
 
     def geometry(
         self, device: torch.device, key: Hashable, build: Callable[[], TransferGeometry]
@@ -89,6 +90,14 @@ class Executors:
         move = getattr(copier, "enqueue", copier.copy_blocks)
         for spec in geometry.specs:
             move(spec, direction, block_ids, block_addresses + spec.region_offset_bytes)
+        with self._lock:
+            self._moved[direction] += block_ids.size
+
+    @property
+    def blocks_moved(self) -> tuple[int, int]:
+        """Blocks stored and retrieved so far, over all kernel groups."""
+        with self._lock:
+            return self._moved[0], self._moved[1]
 
     def copier(self, device: torch.device) -> Copier:
         """The executor for pools on `device`.
