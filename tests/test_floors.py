@@ -111,6 +111,8 @@ def violations(root: Path, floors: tuple[Floor, ...]) -> list[str]:
                     found.append(f"{where}: imports from the package's door, not from a module")
                 elif name not in modules:
                     found.append(f"{where}: there is no module {name}")
+                elif top == "bench" and module.name.startswith(PACKAGE):
+                    found.append(f"{where}: {name} is not installed with the package")
                 elif target and target.level > floor.level:
                     found.append(f"{where}: {name} (F{target.level}) is above F{floor.level}")
             elif top not in sys.stdlib_module_names and top not in floor.outside:
@@ -184,11 +186,14 @@ def house(tmp_path: Path) -> Path:
     (tmp_path / PACKAGE / "mid").mkdir(parents=True)
     for name in ("__init__", "low", "mid/__init__", "high"):
         (tmp_path / PACKAGE / f"{name}.py").write_text("")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "tool.py").write_text("")
     return tmp_path
 
 
 FLOORS = read_floors(
-    "| F0 a | `low` | |\n| F1 b | `mid`, `__init__` | `numpy` |\n| F2 c | `high` | `torch` |\n"
+    "| F0 a | `low` | |\n| F1 b | `mid`, `__init__` | `numpy` |\n"
+    "| F2 c | `high`, `bench` | `torch` |"
 )
 
 
@@ -203,6 +208,7 @@ FLOORS = read_floors(
         ("mid/deep.py", "import torch.cuda", "torch is not listed for F1"),
         ("high.py", "from hma_triton import x", "imports from the package's door"),
         ("high.py", "import pickle", "pickle is not allowed anywhere"),
+        ("high.py", "import bench.tool", "bench.tool is not installed with the package"),
         ("attic.py", "", "hma_triton.attic: on no floor"),
     ],
 )

@@ -35,7 +35,7 @@ class Difference:
     def __str__(self) -> str:
         return (
             f"group {self.engine_group_id}, {self.layer_name}, block {self.block_id}: "
-            f"{self.num_bytes} bytes differ, the first at byte {self.byte} of the page"
+            f"{self.num_bytes} byte(s) differ, the first at byte {self.byte} of the page"
         )
 
 

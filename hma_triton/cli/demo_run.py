@@ -70,14 +70,15 @@ class DemoRun:
         self.pool = pool
         self.chunk_tokens = chunk_tokens
         self._client = client
+        layout = pool.layout_hints.kv_layout
         client.connect()
         client.register_kv_caches(
             _INSTANCE,
             pool.kv_caches,
             model_name,
             1,
-            "demo",
-            pool.layout_hints,
+            "vllm",
+            {} if layout is None else {"kv_layout": layout},
             pool.infos,
             chunk_tokens=chunk_tokens,
         )
@@ -116,6 +117,11 @@ class DemoRun:
             seconds += reply.seconds
             self.pool.free_what_slid_out(stop)
         return Movement(nbytes, seconds)
+
+    def forget(self) -> None:
+        """Drops what is stored, and frees the blocks of the request."""
+        self._client.clear(_INSTANCE, timeout_s=_LIMIT_S)
+        self.pool.reset()
 
     def look_up(self, request: str, digests: bytes, max_tokens: int) -> LookupReply:
         """How much of the prefix the server can serve; it stays pinned for `request`."""
@@ -174,8 +180,9 @@ class DemoRun:
         return expand_engine_block_ids(self.pool.infos, lists)
 
 
-def plain_copy(nbytes: int) -> Movement:
+def plain_copy(nbytes: int, threads: int) -> Movement:
     """One contiguous copy of so many bytes, warm: what this machine's memory gives."""
+    torch.set_num_threads(threads)
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.zeros(nbytes, dtype=torch.uint8)
     best = float("inf")
