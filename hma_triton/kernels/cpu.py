@@ -44,6 +44,9 @@ class Implementation(Protocol):
     def prepare(self, specs: Sequence[CopySpec]) -> None:
         """Everything that can be computed once per spec."""
 
+    def way_of(self, spec: CopySpec, direction: Direction) -> str:
+        """Which of its loops moves `spec`."""
+
     def shares(
         self,
         spec: CopySpec,
@@ -83,6 +86,13 @@ class CpuCopier:
     def prepare(self, specs: Sequence[CopySpec]) -> None:
         """Compile what `specs` need, so that no request waits for it."""
         self._implementation.prepare(specs)
+
+    def way_of(self, spec: CopySpec, direction: Direction) -> str:
+        """How `spec` is moved, for reports: `compiled, runs`, `compiled, pages by line256`, ...
+
+        Objects are taken to lie on multiples of 64 bytes, as an arena's do.
+        """
+        return self._implementation.way_of(spec, direction)
 
     def copy_blocks(
         self,

@@ -70,6 +70,12 @@ class CompiledCopy:
             for direction in Direction:
                 self._prepared[spec, direction] = _prepare(spec, direction, _is_pages(spec))
 
+    def way_of(self, spec: CopySpec, direction: Direction) -> str:
+        """`compiled, runs` or `compiled, pages by` the fill."""
+        if (spec, direction) not in self._prepared or not _is_pages(spec):
+            return "compiled, runs"
+        return f"compiled, pages by {_fill(spec, direction).name.lower()}"
+
     def shares(
         self,
         spec: CopySpec,
