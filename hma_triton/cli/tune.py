@@ -27,10 +27,9 @@ from hma_triton.autotune import (
 )
 from hma_triton.autotune_scratch import ScratchCopy, ScratchSampler
 from hma_triton.errors import ConfigError
-from hma_triton.geometries.copy_specs import geometry_specs
-from hma_triton.kernels.addressing import CopySpec, Direction, ObjectLayout
+from hma_triton.geometries.scratch_copies import scratch_copies
+from hma_triton.kernels.addressing import ObjectLayout
 from hma_triton.kernels.launch_environment import environment
-from hma_triton.kernels.specialize import arena_alignment_bytes, tune_key
 from hma_triton.tuning import (
     CONFIG_DIRECTORY,
     Environment,
@@ -39,48 +38,11 @@ from hma_triton.tuning import (
     TuneTable,
     write_values,
 )
-from hma_triton.units import cdiv
 
 app = typer.Typer(pretty_exceptions_enable=False)
 # one size inside each bucket: 512 KiB, 8 MiB, 128 MiB, 512 MiB
 _SIZES_BYTES = (512 << 10, 8 << 20, 128 << 20, 512 << 20)
 _PLAIN_WIDTH = 110
-
-
-def scratch_copies(
-    model: str, variant: str, object_layout: ObjectLayout, sizes_bytes: tuple[int, ...]
-) -> dict[TuneKey, ScratchCopy]:
-    """What to time for one model: each distinct copy, direction and size bucket once."""
-    found: dict[TuneKey, ScratchCopy] = {}
-    for small in geometry_specs(model, variant, object_layout):
-        for size in sizes_bytes:
-            num_blocks = cdiv(size, small.spec.block_bytes)
-            for direction in Direction:
-                alignment = arena_alignment_bytes(small.spec)
-                key = tune_key(small.spec, direction, alignment, num_blocks)
-                if key not in found:
-                    found[key] = _scratch_copy(small.spec, direction, num_blocks)
-    return found
-
-
-def _scratch_copy(spec: CopySpec, direction: Direction, num_blocks: int) -> ScratchCopy:
-    """The same pages in a pool of `num_blocks` blocks: rows apart by a pool's whole length."""
-    page_step = max(spec.pool_extent_bytes, spec.block_stride_bytes)
-    row_step = num_blocks * page_step
-    interleaved = max(spec.row_addresses) - min(spec.row_addresses) < spec.block_stride_bytes
-    first = min(spec.row_addresses)
-    rows = tuple(
-        row - first if interleaved else index * row_step
-        for index, row in enumerate(spec.row_addresses)
-    )
-    moved = CopySpec(
-        **{
-            **{name: getattr(spec, name) for name in spec.__slots__},
-            "row_addresses": rows,
-            "num_blocks": num_blocks,
-        }
-    )
-    return ScratchCopy(moved, max(rows) + row_step, direction, num_blocks)
 
 
 def choices_table(choices: list[Choice]) -> Table:
