@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 SERVER_POINTS = (
@@ -51,7 +52,8 @@ def reach(name: str) -> None:
         return
     _armed.discard(name)
     Path(os.environ["HMA_TEST_STOP_DIR"], name).touch()
-    os.kill(os.getpid(), signal.SIGSTOP)
+    # to this thread, which then cannot take another step before the whole process stops
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 arm()

@@ -122,3 +122,5 @@ class CopyPool:
                 lane.running -= 1
                 self._changed.notify()
             self._on_done(job)
+            # an idle thread must not keep the last pool mapped
+            del found, lane, job

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.server_pools import TestPool
+
 from hma_triton.client import HmaClient
 from hma_triton.config import ServerConfig
 from hma_triton.server.loop import CacheServer
-from support.server_pools import TestPool
 
 
 @dataclass(slots=True)
@@ -50,7 +51,9 @@ def running_server(**settings: object) -> Iterator[ThreadedServer]:
                 running.stop()
 
 
-def register(client: HmaClient, pool: TestPool, instance: str = "i", world: int = 1, **more: object):
+def register(
+    client: HmaClient, pool: TestPool, instance: str = "i", world: int = 1, **more: object
+):
     """Register a test pool."""
     arguments = {**pool.registration(), **more}
     return client.register_kv_caches(instance, world_size=world, timeout_s=60, **arguments)
