@@ -209,15 +209,16 @@ def write_values(
         ConfigError: a value of another environment, or a file that holds another one's values.
     """
     path = directory / environment.file_name
-    merged = {value.key: value for value in (read_values(path) if path.exists() else ())}
-    merged.update({value.key: value for value in values})
-    for value in merged.values():
+    standing = read_values(path) if path.exists() else ()
+    given = tuple(values)
+    for value in (*standing, *given):
         if value.environment != environment:
             raise ConfigError(
                 f"{path.name}: holds or was given a value measured on "
                 f"{value.environment.device!r} ({value.environment}); it is left as it is, "
                 f"this environment is {environment}"
             )
+    merged = {value.key: value for value in (*standing, *given)}
     ordered = sorted(merged.values(), key=lambda value: tuple(asdict(value.key).values()))
     text = json.dumps({"format": FILE_FORMAT, "values": [asdict(v) for v in ordered]}, indent=1)
     handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}.", suffix=".tmp")

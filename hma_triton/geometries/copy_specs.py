@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hma_triton.engine import TransferEngine
 from hma_triton.errors import GeometryError
@@ -43,7 +43,8 @@ def geometry_specs(
         GeometryError: a variant that cannot be served.
     """
     geometry = load_geometry(model, variant)
-    caches, infos, hints = build_pool(geometry, num_blocks)
+    # without memory: addresses are offsets from zero
+    caches, infos, hints = build_pool(geometry, num_blocks, "meta")
     chunk_tokens = choose_chunk_tokens(
         [info.tokens_per_block for info in infos], any(info.recurrent_state for info in infos)
     )
@@ -55,15 +56,8 @@ def geometry_specs(
         object_layout=object_layout.value,
         backend="reference",
     )
-    start = next(iter(caches.values())).untyped_storage().data_ptr()
     return tuple(
-        GeometrySpec(
-            model,
-            variant,
-            object_layout,
-            replace(spec, row_addresses=tuple(row - start for row in spec.row_addresses)),
-            geometry.bytes_per_block * num_blocks,
-        )
+        GeometrySpec(model, variant, object_layout, spec, geometry.bytes_per_block * num_blocks)
         for spec in engine.copy_specs
     )
 

@@ -71,6 +71,18 @@ class GuardedBuffer:
         """The buffer itself, as memory."""
         return self._inner[self.start : self.start + self.nbytes]
 
+    def window(self, offset: int, nbytes: int) -> Bytes:
+        """A copy of `nbytes` bytes from `offset` on."""
+        return self.live[offset : offset + nbytes].copy()
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """The buffer as a tensor that shares its memory."""
+        return torch.from_numpy(self.live).view(dtype)
+
+    def write(self, offset: int, content: Bytes) -> None:
+        """Write `content` at `offset`."""
+        self.live[offset : offset + content.shape[0]] = content
+
     def fill(self, everything: Bytes) -> None:
         """Write all bytes between the guards."""
         self._inner[:] = everything
@@ -112,6 +124,20 @@ class DeviceBuffer:
         self.start = MARGIN_BYTES + misalign
         self.address = self._tensor.data_ptr() + self.start
         self.nbytes = nbytes
+
+    def window(self, offset: int, nbytes: int) -> Bytes:
+        """A copy of `nbytes` bytes from `offset` on."""
+        first = self.start + offset
+        return self._tensor[first : first + nbytes].cpu().numpy().copy()
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """The buffer as a tensor that shares its memory."""
+        return self._tensor[self.start : self.start + self.nbytes].view(dtype)
+
+    def write(self, offset: int, content: Bytes) -> None:
+        """Write `content` at `offset`."""
+        first = self.start + offset
+        self._tensor[first : first + content.shape[0]].copy_(torch.from_numpy(content))
 
     def fill(self, everything: Bytes) -> None:
         """Write the buffer and its margins."""
