@@ -1,0 +1,82 @@
+"""What a stage of `bench gpu` is given and what it answers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hma_triton.cuda_driver import CudaDriver
+from hma_triton.errors import ConfigError
+
+
+@dataclass(slots=True)
+class StageReport:
+    """A stage's outcome.
+
+    `ok`: None when it only measured; False when something was wrong. `missing` lists what did not
+    run and why; `lines` are printed in the table; `data` goes into the JSON.
+    """
+
+    ok: bool | None = None
+    lines: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def expect(self, right: bool, what: str) -> None:
+        """Note a check."""
+        self.ok = right if self.ok is None else self.ok and right
+        if not right:
+            self.lines.append(f"WRONG: {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class StageContext:
+    """Where a stage runs and until when (`time.monotonic` seconds)."""
+
+    device_index: int
+    deadline: float
+    out: str
+
+    @property
+    def device(self) -> torch.device:
+        """The device under test."""
+        return torch.device("cuda", self.device_index)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def driver(self) -> CudaDriver:
+        """CUDA calls.
+
+        Raises:
+            ConfigError: no bindings, or no such device.
+        """
+        if not torch.cuda.is_available():
+            raise ConfigError(f"torch {torch.__version__} finds no GPU here")
+        return CudaDriver(self.device_index)
+
+
+def noise(nbytes: int, seed: int) -> torch.Tensor:
+    """Bytes that no two seeds share, uint8 `[nbytes]`."""
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.randint(0, 256, (min(nbytes, 1 << 20) or 1,), generator=generator)
+    repeats = -(-nbytes // block.numel())
+    return block.to(torch.uint8).repeat(repeats)[:nbytes].contiguous()
+
+
+def median_seconds(run: Callable[[], None], repeats: int) -> float:
+    """Median wall time of `run`, which returns when its work is done; the first call warms up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
