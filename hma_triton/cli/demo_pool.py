@@ -167,11 +167,13 @@ class DemoPool:
             for layer in info.layer_indices:
                 self._pages(layer)[block_id].fill_(POISON)
         untouched = torch.full((_COMPARED_AT_ONCE,), POISON, dtype=torch.uint8)
-        return sum(
-            int((part != POISON).sum())
-            for part in self.storage_bytes.split(_COMPARED_AT_ONCE)
-            if not torch.equal(part, untouched[: part.numel()])
-        )
+        written = 0
+        storage = self.storage_bytes
+        for start in range(0, storage.numel(), _COMPARED_AT_ONCE):
+            part = storage[start : start + _COMPARED_AT_ONCE]
+            if not torch.equal(part, untouched[: part.numel()]):
+                written += int((part != POISON).sum())
+        return written
 
     def flip_a_bit(self, end_tokens: int) -> str:
         """Damages one byte of one page of the tables; says where."""
