@@ -112,6 +112,12 @@ class Executors:
                 self._copiers[device] = _make_copier(device)
             return self._copiers[device]
 
+    def warm(self, device: torch.device) -> None:
+        """Compile what does not depend on a geometry, before the first request."""
+        run = CopySpec(0, (0,), 4096, 1, 0, 4096, 4096, 1, 1, 4096, 4096, 1, 4096, 4096, 4096)
+        page = CopySpec(0, (0,), 4096, 1, 0, 4096, 4096, 1, 8, 64, 128, 2, 512, 64, 64)
+        self.copier(device).prepare((run, page))
+
     def close(self) -> None:
         """Release the executors made here; nothing enqueued may be pending."""
         with self._lock:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hma_triton.errors import ConfigError
 from hma_triton.integration.lmcache.executors import Copier, Executors
 from hma_triton.integration.lmcache.fallthrough import FallthroughLog
@@ -110,6 +112,8 @@ def _install(copier: Copier | None) -> Installation:
         batch_step=native.get("BatchStep"),
     )
     executors, fallthrough = Executors(copier), FallthroughLog()
+    if device_ops.device_type == "cpu":
+        executors.warm(torch.device("cpu"))
     transfer = BlockTransfer(own.transfer, executors, fallthrough, _has_planar_rows(device_ops))
     plan = ObjectGroupTransfer(transfer, executors, own, fallthrough)
     ours = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,21 @@ class OwnOperations:
     batch_step: Callable[..., Any] | None
 
     def copy_staging(
-        self, copies: Sequence[StagingCopy], direction: Any, host_buffer_alignment: int
+        self,
+        copies: Sequence[StagingCopy],
+        direction: Any,
+        device: torch.device,
+        host_buffer_alignment: int,
     ) -> None:
-        """Whole objects between host and staging slots, in order, on the current stream."""
+        """Whole objects between host and staging slots, in order, on the current stream.
+
+        LMCache's own copy goes to a CUDA runtime wherever one is installed, and fails on a machine
+        without a device; between host addresses it is not needed.
+        """
         for copy in copies:
+            if device.type == "cpu":
+                ctypes.memmove(copy.dest, copy.src, copy.nbytes)
+                continue
             self.device_ops.lmcache_memcpy_async(
                 copy.dest,
                 copy.src,
@@ -61,14 +73,14 @@ class OwnOperations:
         if self.execute_plan is not None:
             self._run_native(direction, device, host_buffer_alignment, specs, steps)
             return
-        retrieve = int(direction) == 0
+        retrieve, place = int(direction) == 0, torch.device(device)
         for step in steps:
             if retrieve:
-                self.copy_staging(step.staging, direction, host_buffer_alignment)
+                self.copy_staging(step.staging, direction, place, host_buffer_alignment)
             for launch in step.launches:
-                self._launch(specs[launch.group_idx], launch, direction, torch.device(device))
+                self._launch(specs[launch.group_idx], launch, direction, place)
             if not retrieve:
-                self.copy_staging(step.staging, direction, host_buffer_alignment)
+                self.copy_staging(step.staging, direction, place, host_buffer_alignment)
 
     def _launch(
         self, spec: KernelGroupSpec, launch: Any, direction: Any, device: torch.device

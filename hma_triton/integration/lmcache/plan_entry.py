@@ -113,12 +113,12 @@ class ObjectGroupTransfer:
             return
         for step, launches in zip(batch_steps, steps, strict=True):
             if way is Direction.RETRIEVE:
-                self._own.copy_staging(step.staging, direction, host_buffer_alignment)
+                self._own.copy_staging(step.staging, direction, place, host_buffer_alignment)
             for launch in launches:
                 geometry = groups[launch.group].geometry
                 self._executors.run(place, geometry, way, launch.block_ids, launch.staged)
             if way is Direction.STORE:
-                self._own.copy_staging(step.staging, direction, host_buffer_alignment)
+                self._own.copy_staging(step.staging, direction, place, host_buffer_alignment)
 
     def _run_direct(
         self,

@@ -1,7 +1,8 @@
 """Which prefix lengths are served by what is present, and what a prefix of one length needs.
 
 A window of w chunks needs the last w chunks of a prefix; a window below 1 needs all of them.
-Presence bits lie group by group, chunk by chunk, rank by rank.
+Presence bits lie chunk by chunk, in it group by group, in it rank by rank: so does the core of
+0.5.6, though its stub file puts groups outermost.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ def _needed(length: int, window: int) -> range:
     return range(max(0, length - window) if window > 0 else 0, length)
 
 
+def _first_bits(group: int, num_groups: int, num_chunks: int, num_ranks: int) -> range:
+    """Position of rank 0 of every chunk of `group`."""
+    step = num_groups * num_ranks
+    return range(group * num_ranks, num_chunks * step, step) if num_chunks else range(0)
+
+
 def _servable(present: Sequence[bool], window: int) -> int:
     """Integer whose bit L says that a prefix of L chunks is served, for L from 0 on."""
     served, run = 1, 0
@@ -28,16 +35,18 @@ def _servable(present: Sequence[bool], window: int) -> int:
 
 
 def fold(found: Bitmap, num_chunks: int, num_ranks: int, group_windows: Sequence[int]) -> Bitmap:
-    """Servable lengths 0..num_chunks [num_chunks + 1]: bit L where every group serves L chunks."""
+    """Servable lengths [num_chunks]: bit j where every group serves a prefix of j + 1 chunks.
+
+    So does the core of 0.5.6; its stub file still describes a bit more, for a prefix of nothing.
+    """
     served = (1 << num_chunks + 1) - 1
     for group, window in enumerate(group_windows):
-        first = group * num_chunks * num_ranks
         present = [
-            all(found.test(first + chunk * num_ranks + rank) for rank in range(num_ranks))
-            for chunk in range(num_chunks)
+            all(found.test(first + rank) for rank in range(num_ranks))
+            for first in _first_bits(group, len(group_windows), num_chunks, num_ranks)
         ]
         served &= _servable(present, window)
-    return Bitmap.of(num_chunks + 1, served)
+    return Bitmap.of(num_chunks, served >> 1)
 
 
 def unfold(
@@ -47,9 +56,9 @@ def unfold(
     length = min(hit_length, num_chunks)
     mask = Bitmap(len(group_windows) * num_chunks * num_ranks)
     for group, window in enumerate(group_windows):
-        needed = _needed(length, window)
-        first = group * num_chunks
-        mask.set_range((first + needed.start) * num_ranks, (first + length) * num_ranks)
+        firsts = _first_bits(group, len(group_windows), num_chunks, num_ranks)
+        for chunk in _needed(length, window):
+            mask.set_range(firsts[chunk], firsts[chunk] + num_ranks)
     return mask
 
 

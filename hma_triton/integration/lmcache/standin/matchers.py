@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_RANGE_PATTERN_LIMIT = 5
-
 
 def _positions(pattern: list[int], data: list[int]) -> list[int]:
     length = len(pattern)
@@ -32,15 +30,16 @@ class ParallelPatternMatcher:
 class RangePatternMatcher:
     """Finds ranges from a start pattern to the nearest end pattern after it.
 
+    LMCache's stub file refuses patterns of more than 5 elements, its core takes them; so do we.
+
     Raises:
-        ValueError: an empty pattern, or one of more than 5 elements.
+        ValueError: an empty pattern.
     """
 
     def __init__(self, start_pattern: Sequence[int], end_pattern: Sequence[int]) -> None:
         self._start, self._end = list(start_pattern), list(end_pattern)
-        for pattern in (self._start, self._end):
-            if not 1 <= len(pattern) <= _RANGE_PATTERN_LIMIT:
-                raise ValueError(f"a pattern of {len(pattern)} elements, 1 to 5 are taken")
+        if not self._start or not self._end:
+            raise ValueError("an empty pattern")
 
     def match(self, data: Sequence[int]) -> list[tuple[int, int]]:
         """(start, end) of every range, the end exclusive; ranges do not overlap."""
