@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "stages"
 LANES = 2
 PYTEST = ("-m", "pytest", "-q", "--forbid-skips", "--durations=5", "-p", "no:cacheprovider")
+HOUSE = ("tests/test_floors.py", "tests/test_structures.py")
 # Real engines: no look-ups in a hub, no usage reports.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
@@ -50,7 +51,7 @@ STAGES = (
     Stage("ruff", ("-m", "ruff", "check"), 60),
     Stage("format", ("-m", "ruff", "format", "--check"), 60),
     Stage("mypy", ("-m", "mypy"), 300),
-    Stage("unit", (*PYTEST, "tests/unit", "tests/test_floors.py"), 600),
+    Stage("unit", (*PYTEST, "tests/unit", *HOUSE), 600),
     Stage("kernels", (*PYTEST, "tests/kernels"), 600),
     Stage("interpreted", (*PYTEST, "tests/interpreted"), 600, {"TRITON_INTERPRET": "1"}),
     Stage("compiled", (*PYTEST, "tests/compiled"), 600),
