@@ -10,42 +10,58 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import stat
-import tempfile
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from hma_triton.client import HmaClient
-from hma_triton.config import ServerConfig
-from hma_triton.errors import ConfigError, HmaError
-from hma_triton.server.launch import EmbeddedServer, start_embedded
+from hma_triton.config import ServerConfig, default_socket_directory, prepare_socket_directory
+from hma_triton.errors import ServerUnavailableError
 
 PROBE_SECONDS = 0.25
+END_SECONDS = 10.0
 
 
-def socket_folder() -> Path:
-    """The user's folder for sockets of embedded servers, made with mode 0700.
+class EmbeddedServer:
+    """The server that this process started. Its output goes where this process's goes."""
 
-    Raises:
-        ConfigError: something else is there, or it belongs to someone else.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(base) / f"hma-triton-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    info = folder.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder} must be a folder of user {os.getuid()} with mode 0700; remove it, or set "
-            "hma.server_url"
+    def __init__(self, config: ServerConfig) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hma_triton.server.child", msgspec.json.encode(config).decode()],
+            stdin=subprocess.DEVNULL,
         )
-    return folder
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """Stop the server; kills one that does not stop. Idempotent."""
+        if self.has_ended:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def embedded_url(instance_id: str) -> str:
     """The address of the embedded server of this engine instance."""
     name = hashlib.sha256(instance_id.encode()).hexdigest()[:16]
-    return f"ipc://{socket_folder()}/{name}.sock"
+    return f"ipc://{default_socket_directory()}/{name}.sock"
 
 
 def ensure_embedded_server(
@@ -54,25 +70,38 @@ def ensure_embedded_server(
     """Start this instance's server, unless another process of the engine has. None: it has.
 
     Raises:
-        HmaError: the server did not start within `timeout_s`, or cannot have `host_bytes`.
+        ConfigError: the folder of the sockets is not this user's alone.
+        ServerUnavailableError: the server did not answer within `timeout_s`.
     """
     url = embedded_url(instance_id)
-    with _locked(socket_folder()):
-        if _answers(url):
+    prepare_socket_directory(url)
+    with _locked(default_socket_directory()):
+        if _answers(url, PROBE_SECONDS):
             return None
-        return start_embedded(ServerConfig(url=url, host_bytes=host_bytes), timeout_s=timeout_s)
+        server = EmbeddedServer(
+            ServerConfig(url=url, host_bytes=host_bytes, parent_pid=os.getpid())
+        )
+        deadline = time.monotonic() + timeout_s
+        while not _answers(url, PROBE_SECONDS):
+            if server.has_ended or time.monotonic() > deadline:
+                server.close()
+                raise ServerUnavailableError(
+                    f"the engine's own server did not answer on {url} within {timeout_s} s;"
+                    " its own words are above"
+                )
+        return server
 
 
-def _answers(url: str) -> bool:
-    if not Path(url.removeprefix("ipc://")).exists():
+def _answers(url: str, timeout_s: float) -> bool:
+    path = Path(url.removeprefix("ipc://"))
+    if not path.exists():
+        time.sleep(min(timeout_s, 0.05))
         return False
-    client = HmaClient(url, role="probe")
-    try:
-        client.connect(PROBE_SECONDS)
-    except HmaError:
-        return False
-    finally:
-        client.close()
+    with HmaClient(url, connect_timeout_s=timeout_s, role="launcher") as client:
+        try:
+            client.connect(timeout_s)
+        except ServerUnavailableError:
+            return False
     return True
 
 

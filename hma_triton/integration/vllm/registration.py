@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from hma_triton.client import HmaClient
 from hma_triton.errors import HmaError, RemoteError, ServerUnavailableError
 from hma_triton.group_view import EngineGroupInfo, expand_engine_block_ids
 from hma_triton.integration.vllm.config import ConnectorSettings
-from hma_triton.integration.vllm.embedded_server import ensure_embedded_server
+from hma_triton.integration.vllm.embedded_server import EmbeddedServer, ensure_embedded_server
 from hma_triton.integration.vllm.engine_identity import EngineIdentity, replicated_infos
 from hma_triton.integration.vllm.kv_cache_groups import VllmRegistration, register_from_vllm
 from hma_triton.integration.vllm.metadata import GroupIds
 from hma_triton.integration.vllm.warn_once import logger
+from hma_triton.layout_hints import LayoutHints
 from hma_triton.messages import RegisterReply
 from hma_triton.tensor_ipc import export_kv_caches
 
@@ -39,7 +42,7 @@ class PoolRegistration:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self._pool: VllmRegistration | None = None
-        self._server: Any = None
+        self._server: EmbeddedServer | None = None
         self.rank = rank
         self.chunk_tokens = chunk_tokens
         self.registered = False
@@ -131,11 +134,11 @@ class PoolRegistration:
             "model_name": self._identity.model_name,
             "world_size": world_size,
             "engine_type": "vllm",
-            "layout_hints": pool.layout_hints,
+            "layout_hints": _wire_hints(pool.layout_hints),
             "engine_group_infos": pool.infos,
             "namespace": self._settings.namespace,
             "chunk_tokens": self.chunk_tokens,
-            "facts": self._identity.facts,
+            "facts": msgspec.structs.replace(self._identity.facts, edits=pool.layout_hints.edits),
             "replicated_infos": replicated_infos(
                 self._kv_cache_config, names, pool.infos, world_size
             ),
@@ -175,3 +178,7 @@ class PoolRegistration:
             sum(reply.object_nbytes),
             reply.backend,
         )
+
+
+def _wire_hints(hints: LayoutHints) -> dict[str, str]:
+    return {} if hints.kv_layout is None else {"kv_layout": hints.kv_layout}
