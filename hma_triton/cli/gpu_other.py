@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import triton
 
 from hma_triton.autotune import Recording, candidates, decide, measure, write_recording
 from hma_triton.autotune_scratch import ScratchSampler
@@ -51,14 +50,14 @@ def run_machine(context: StageContext) -> StageReport:
             "numa_node": node,
             "host_bytes": available_bytes(),
             "torch": torch.__version__,
-            "triton": triton.__version__,
+            "triton": version("triton"),
             "python": platform.python_version(),
             "packages": packages,
         }
     )
     report.lines.append(
         f"{info.name} ({info.architecture}, {info.multiprocessors} multiprocessors), driver for "
-        f"CUDA {driver.driver_version()}, torch {torch.__version__}, triton {triton.__version__}, "
+        f"CUDA {driver.driver_version()}, torch {torch.__version__}, triton {version('triton')}, "
         f"NUMA node {'unknown' if node is None else node}"
     )
     if not driver.supports_batch:
