@@ -233,7 +233,8 @@ def main(
         )
     console.print(
         f"{len(outcomes)} kernels from {len(specs)} copy specs; marks: widest access that "
-        f"alignment permits, no spills, at most {REGISTER_LIMIT} registers; {len(missed)} missed"
+        f"alignment permits, no spills, at most {REGISTER_LIMIT} registers; {len(missed)} missed",
+        soft_wrap=True,
     )
     if missed:
         sys.exit(1)

@@ -28,12 +28,20 @@ from hma_triton.tuning import SIZE_BUCKETS_BYTES, KernelConfig, TuneTable
 class Launch:
     """One launch, as it was made."""
 
-    kernel_group_index: int
-    direction: Direction
-    # width of an access; 16 needs every address and step of the copy to allow it
-    word_bytes: int
+    spec: CopySpec
+    kernel: KernelSpecialization
     programs: int
     nbytes: int
+
+    @property
+    def direction(self) -> Direction:
+        """Which way the bytes went."""
+        return self.kernel.direction
+
+    @property
+    def word_bytes(self) -> int:
+        """Width of an access; 16 needs every address and step of the copy to allow it."""
+        return self.kernel.word_bytes
 
 
 class TritonCopier:
@@ -195,9 +203,8 @@ class TritonCopier:
             self._program_cap or config.program_cap,
         )
         return Launch(
-            kernel_group_index=spec.kernel_group_index,
-            direction=Direction(direction),
-            word_bytes=special.word_bytes,
+            spec=spec,
+            kernel=special,
             programs=programs,
             nbytes=block_ids.shape[0] * spec.block_bytes,
         )

@@ -84,6 +84,23 @@ def test_objects_at_any_address(copier: TritonCopier, memory: Memory, misalign: 
     assert copier.last_launch.word_bytes == (1 if misalign else 16)
 
 
+@pytest.mark.parametrize("offset", [0, 4, 8, 16, 132, 8640])
+def test_nothing_is_left_to_compile(device: torch.device, memory: Memory, offset: int) -> None:
+    """Case 106: a launch takes a kernel of those made ready, wherever its objects are."""
+    copier = TritonCopier(device)
+    case = single_run_case(256, (3, 1, 2), pool_misalign=offset)
+    for misalign in (0, 16, 8, 4, 2, 1):
+        check_copy(copier, replace(case, object_misalign=misalign), Direction.STORE, memory)
+        launch = copier.last_launch
+        assert launch is not None
+        ready = copier.specializations(launch.spec)
+        assert launch.kernel in ready
+        assert {kernel.word_bytes for kernel in ready} == {
+            {0: 16, 4: 4, 8: 8, 16: 16, 132: 4, 8640: 16}[offset],
+            1,
+        }
+
+
 def test_ids_repeat_on_store(copier: TritonCopier, memory: Memory) -> None:
     check_copy(copier, single_run_case(656, (4, 4, 1, 4)), Direction.STORE, memory)
 
