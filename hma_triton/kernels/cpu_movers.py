@@ -21,7 +21,7 @@ from numba import types
 from hma_triton.kernels.addressing import Int64Array
 from hma_triton.kernels.cpu_fills import fill_pages
 from hma_triton.kernels.cpu_runs import STREAMS, copy_four_runs, copy_run
-from hma_triton.kernels.cpu_words import fence, prefetch_line, take
+from hma_triton.kernels.cpu_words import LINE_BYTES, fence, prefetch_line, take
 
 
 class At(IntEnum):
@@ -51,6 +51,7 @@ _COUNT0, _COUNT1, _BLOCK_STRIDE, _ROW_STRIDE, _POOL0, _OBJECT0, _POOL1, _OBJECT1
 
 # Pieces on hand in `move_runs`: the oldest move while the newest's first lines are on their way.
 _WINDOW = 2 * STREAMS
+_AHEAD_BYTES = 2 * LINE_BYTES
 
 
 def _make_move_runs(digest: int) -> Callable[..., None]:
@@ -68,7 +69,7 @@ def _make_move_runs(digest: int) -> Callable[..., None]:
         count = len(block_ids)
         into, out_of = np.empty(_WINDOW, np.int64), np.empty(_WINDOW, np.int64)
         lengths = np.empty(_WINDOW, np.int64)
-        pending = 0
+        pending, oldest = 0, 0
         per_page, per_run, longest = at[_PER_PAGE], at[_PER_RUN], at[_PIECE_LENGTH]
         while True:
             piece = take(counter.ctypes.data, at[_PER_TURN])
@@ -84,21 +85,19 @@ def _make_move_runs(digest: int) -> Callable[..., None]:
                 pool += run0 * at[_POOL0] + run1 * at[_POOL1]
                 place = objects[item] + row * at[_ROW_STRIDE] + part * longest
                 place += run0 * at[_OBJECT0] + run1 * at[_OBJECT1]
+                newest = (oldest + pending) % _WINDOW
                 if at[_TO_POOL]:
-                    into[pending], out_of[pending] = pool, place
+                    into[newest], out_of[newest] = pool, place
                 else:
-                    into[pending], out_of[pending] = place, pool
-                    prefetch_line(pool)
-                    prefetch_line(pool + 64)
-                lengths[pending] = min(longest, at[_RUN_BYTES] - part * longest)
+                    into[newest], out_of[newest] = place, pool
+                    for line in range(0, _AHEAD_BYTES, LINE_BYTES):
+                        prefetch_line(pool + line)
+                lengths[newest] = min(longest, at[_RUN_BYTES] - part * longest)
                 pending += 1
                 if pending == _WINDOW:
-                    copy_four_runs(into, out_of, lengths)
-                    for stream in range(STREAMS):
-                        into[stream] = into[stream + STREAMS]
-                        out_of[stream] = out_of[stream + STREAMS]
-                        lengths[stream] = lengths[stream + STREAMS]
-                    pending = STREAMS
+                    copy_four_runs(into, out_of, lengths, oldest)
+                    oldest = (oldest + STREAMS) % _WINDOW
+                    pending -= STREAMS
                 piece += 1
                 within += 1
                 if within == per_page:
@@ -107,7 +106,11 @@ def _make_move_runs(digest: int) -> Callable[..., None]:
                     if item == count:
                         item = 0
                         row += 1
-        for stream in range(pending):
+        while pending >= STREAMS:
+            copy_four_runs(into, out_of, lengths, oldest)
+            oldest = (oldest + STREAMS) % _WINDOW
+            pending -= STREAMS
+        for stream in range(oldest, oldest + pending):
             copy_run(into[stream], out_of[stream], lengths[stream])
         fence()
 

@@ -55,52 +55,50 @@ copy_cached = numba.njit(nogil=True)(_copy_cached)
 
 
 def _copy_run(destination: int, source: int, nbytes: int) -> None:
-    """Move one run of any length: whole lines past the cache, the edges through it."""
-    if nbytes >= 64:
-        done = 0
-        edge = (-destination) & 63
-        if edge:
-            copy_bytes(destination, source, 64, False)
-            done = edge
-        while done + 256 <= nbytes:
-            copy_bytes(destination + done, source + done, 256, True)
-            done += 256
-        while done + 64 <= nbytes:
-            copy_bytes(destination + done, source + done, 64, True)
-            done += 64
-        if done < nbytes:
-            done = nbytes - 64
-            copy_bytes(destination + done, source + done, 64, False)
-        return
-    copy_short(destination, source, nbytes)
+    """Move one run of any length: whole lines past the cache, the edges through it.
+
+    No line is written both ways: what is in the cache would have to be thrown out of it again.
+    """
+    done = min((-destination) & 63, nbytes)
+    if done:
+        copy_short(destination, source, done)
+    while done + 256 <= nbytes:
+        copy_bytes(destination + done, source + done, 256, True)
+        done += 256
+    while done + 64 <= nbytes:
+        copy_bytes(destination + done, source + done, 64, True)
+        done += 64
+    if done < nbytes:
+        copy_short(destination + done, source + done, nbytes - done)
 
 
 copy_run = numba.njit(nogil=True)(_copy_run)
 
 
-def _copy_four_runs(destinations: Any, sources: Any, lengths: Any) -> None:
-    """Move four runs in step; what they are longer than the shortest, one by one."""
-    shortest = min(min(lengths[0], lengths[1]), min(lengths[2], lengths[3]))
+def _copy_four_runs(into: Any, out_of: Any, lengths: Any, first: int) -> None:
+    """Move the four runs from index `first` on in step; what is longer than the shortest, alone."""
+    a, b, c, d = first, first + 1, first + 2, first + 3
+    shortest = min(min(lengths[a], lengths[b]), min(lengths[c], lengths[d]))
     done = 0
     if shortest >= 2 * _STEP_BYTES:
-        for stream in range(STREAMS):
-            edge = (-destinations[stream]) & 63
+        for stream in range(first, first + STREAMS):
+            edge = (-into[stream]) & 63
             if edge:
-                copy_bytes(destinations[stream], sources[stream], 64, False)
-                destinations[stream] += edge
-                sources[stream] += edge
+                copy_short(into[stream], out_of[stream], edge)
+                into[stream] += edge
+                out_of[stream] += edge
                 lengths[stream] -= edge
-        d0, d1, d2, d3 = destinations[0], destinations[1], destinations[2], destinations[3]
-        s0, s1, s2, s3 = sources[0], sources[1], sources[2], sources[3]
-        shortest = min(min(lengths[0], lengths[1]), min(lengths[2], lengths[3]))
+        shortest = min(min(lengths[a], lengths[b]), min(lengths[c], lengths[d]))
+        d0, d1, d2, d3 = into[a], into[b], into[c], into[d]
+        s0, s1, s2, s3 = out_of[a], out_of[b], out_of[c], out_of[d]
         while done + _STEP_BYTES <= shortest:
             copy_bytes(d0 + done, s0 + done, _STEP_BYTES, True)
             copy_bytes(d1 + done, s1 + done, _STEP_BYTES, True)
             copy_bytes(d2 + done, s2 + done, _STEP_BYTES, True)
             copy_bytes(d3 + done, s3 + done, _STEP_BYTES, True)
             done += _STEP_BYTES
-    for stream in range(STREAMS):
-        copy_run(destinations[stream] + done, sources[stream] + done, lengths[stream] - done)
+    for stream in range(first, first + STREAMS):
+        copy_run(into[stream] + done, out_of[stream] + done, lengths[stream] - done)
 
 
 copy_four_runs = numba.njit(nogil=True)(_copy_four_runs)
