@@ -6,6 +6,7 @@ latter's block size on the CPU after the scheduler was built (vLLM 0.32, `v1/eng
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,8 @@ def engine_shape(
         chunk_tokens = choose_chunk_tokens(by_group, bool(recurrent))
     tokens = {group.engine_group_id: group.tokens_per_block for group in groups}
     tokens = {group: count for group, count in tokens.items() if count}
-    hash_tokens = kv_cache_config.hash_block_size or min(tokens.values())
+    declared = getattr(kv_cache_config, "hash_block_size", None)
+    hash_tokens = int(declared or math.gcd(*tokens.values()))
     if chunk_tokens % hash_tokens:
         raise AlignmentError(
             f"a chunk of {chunk_tokens} tokens is no multiple of the {hash_tokens} tokens of the "

@@ -1,0 +1,39 @@
+"""What the tests of field cases share."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hma_triton.client import HmaClient
+from hma_triton.config import ServerConfig
+
+CONFIG = ServerConfig(url="ipc:///replaced", host_bytes=16 << 20)
+
+
+def tokens_of(count: int, seed: int = 0) -> list[int]:
+    return [(seed * 7919 + index * 31) % 1009 for index in range(count)]
+
+
+def leases(url: str) -> int:
+    with HmaClient(url) as client:
+        client.connect()
+        return int(client.status()["leases"])
+
+
+def registered(url: str) -> set[str]:
+    with HmaClient(url) as client:
+        client.connect()
+        return {each["instance_id"] for each in client.status()["registrations"]}
+
+
+def eventually(check: Any, seconds: float = 5.0) -> None:
+    """Messages that nobody waits for arrive a little later."""
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def stored_ranges(result: Any) -> list[tuple[int, int]]:
+    return [(job.start_chunk, job.start_chunk + len(job.digests)) for job in result.meta.stores]
