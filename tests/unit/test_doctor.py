@@ -138,9 +138,3 @@ def test_where_lmcache_does_not_import_its_mode_cannot_work(tmp_path: Path) -> N
     assert path.startswith("missing")
     assert "built for another torch" in path
     assert done.stdout.splitlines()[-1] == "mode cpu+lmcache cannot work here: LMCache path"
-
-
-def test_an_unknown_mode_is_refused_with_the_modes() -> None:
-    done = run_doctor("--mode", "tpu")
-    assert done.returncode == 2
-    assert "'tpu' is not one of" in done.stderr
