@@ -64,46 +64,51 @@ def _comparisons(text: str) -> frozenset[str]:
     return wanted
 
 
+_Shapes = Annotated[
+    list[str],
+    typer.Option(
+        "--kvcache-shape-spec",
+        help="Pools by shape: (kv_size,NB,BS,NH,HS):dtype:layers[;...]; --tokens sets NB.",
+    ),
+]
+_Models = Annotated[
+    list[str],
+    typer.Option(
+        "--model", help=f"Pools of a known model; may be repeated. [default: {_DEFAULT_MODEL}]"
+    ),
+]
+_Variant = Annotated[
+    str | None,
+    typer.Option(help="Variant of the models. [default: cpu where there is one, else main]"),
+]
+_Tokens = Annotated[
+    int, typer.Option(help="Tokens of the request; 0: as many as make 128 MiB.", min=0)
+]
+_Threads = Annotated[
+    list[int],
+    typer.Option(help="Threads of a copy; may be repeated. [default: torch's setting]", min=1),
+]
+_Compare = Annotated[str, typer.Option(help="What to compare with: memcpy, lmcache, or both.")]
+_Layout = Annotated[str, typer.Option(help="opaque, or LMCache's token_major.")]
+_Implementation = Annotated[str, typer.Option(help="compiled, numpy, or auto.")]
+_Repeats = Annotated[int, typer.Option(help="Timed copies of each kind, taken in turn.", min=1)]
+_Csv = Annotated[Path | None, typer.Option(help="Write all rows to this file.")]
+_Plot = Annotated[Path | None, typer.Option(help="Draw GB/s over run bytes into this PNG.")]
+
+
 @app.command()
 def bench_copy(
-    shapes: Annotated[
-        list[str],
-        typer.Option(
-            "--kvcache-shape-spec",
-            help="Pools by shape: (kv_size,NB,BS,NH,HS):dtype:layers[;...]; --tokens sets NB.",
-        ),
-    ] = [],  # noqa: B006 (typer copies it)
-    models: Annotated[
-        list[str],
-        typer.Option(
-            "--model", help=f"Pools of a known model; may be repeated. [default: {_DEFAULT_MODEL}]"
-        ),
-    ] = [],  # noqa: B006
-    variant: Annotated[
-        str | None,
-        typer.Option(help="Variant of the models. [default: cpu where there is one, else main]"),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(help="Tokens of the request; 0: as many as make 128 MiB.", min=0)
-    ] = 0,
-    threads: Annotated[
-        list[int],
-        typer.Option(help="Threads of a copy; may be repeated. [default: torch's setting]", min=1),
-    ] = [],  # noqa: B006
-    compare: Annotated[
-        str, typer.Option(help="What to compare with: memcpy, lmcache, or both.")
-    ] = PLAIN,
-    object_layout: Annotated[
-        str, typer.Option(help="opaque, or LMCache's token_major.")
-    ] = "opaque",
-    implementation: Annotated[str, typer.Option(help="compiled, numpy, or auto.")] = "auto",
-    repeats: Annotated[
-        int, typer.Option(help="Timed copies of each kind, taken in turn.", min=1)
-    ] = 15,
-    csv: Annotated[Path | None, typer.Option(help="Write all rows to this file.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw GB/s over run bytes into this PNG.")
-    ] = None,
+    shapes: _Shapes = [],  # noqa: B006 (typer copies it)
+    models: _Models = [],  # noqa: B006
+    variant: _Variant = None,
+    tokens: _Tokens = 0,
+    threads: _Threads = [],  # noqa: B006
+    compare: _Compare = PLAIN,
+    object_layout: _Layout = "opaque",
+    implementation: _Implementation = "auto",
+    repeats: _Repeats = 15,
+    csv: _Csv = None,
+    plot: _Plot = None,
 ) -> None:
     """Measure the copy of paged pools on this CPU, by kernel group and for whole requests."""
     console = Console()

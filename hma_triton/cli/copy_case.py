@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,10 +15,12 @@ from hma_triton.errors import ConfigError
 from hma_triton.geometries import build_pool, load_geometry
 from hma_triton.group_view import EngineGroupInfo, engine_group_layer_indices
 from hma_triton.kernels.addressing import CopySpec, Int64Array
+from hma_triton.kv_format import EngineKVFormat
 from hma_triton.kv_layer_groups import KernelGroupInfo, PageBufferShapeDesc
 from hma_triton.layout_hints import LayoutHints, hints_with_blocks
 from hma_triton.plan import choose_chunk_tokens, plan_store
 from hma_triton.shape_spec import parse_kvcache_shape_spec
+from hma_triton.units import align_up, cdiv
 
 # The smallest request that the marks speak of; below it the last-level cache takes part.
 DEFAULT_REQUEST_BYTES = 128 << 20
@@ -102,30 +105,39 @@ def model_registration(name: str, variant: str, num_blocks: int) -> Registration
 def shape_registration(spec: str, num_blocks: int) -> Registration:
     """Pools for `(kv_size,NB,BS,NH,HS):dtype:layers;...`, each group an engine group of its own.
 
-    Keys and values as `[2, NB, BS, NH, HS]`, one plane as `[NB, NH, BS, HS]` in token-major
-    memory, one plane of one head as `[NB, BS, HS]`. `num_blocks` stands for every NB.
+    Keys and values as `[2, NB, BS, NH, HS]`, one plane as `[NB, BS, NH, HS]`, one plane of one
+    head as `[NB, BS, HS]`. `num_blocks` stands for every NB.
     """
+    groups = parse_kvcache_shape_spec(spec)
+    axes = [_axes(group.shape_desc, num_blocks) for group in groups]
+    sizes = [
+        math.prod(shape) * group.shape_desc.element_size
+        for group, (shape, _) in zip(groups, axes, strict=True)
+    ]
+    steps = [align_up(size, _ALIGN_BYTES) for size in sizes]
+    counts = [len(group.layer_indices) for group in groups]
+    # one storage under all layers, as engines have it
+    flat = torch.zeros(sum(map(math.prod, zip(steps, counts, strict=True))), dtype=torch.uint8)
     caches: dict[str, torch.Tensor] = {}
+    formats: list[str] = []
     infos = []
-    slots: list[int] = []
-    for index, group in enumerate(parse_kvcache_shape_spec(spec)):
-        shape = group.shape_desc
+    start = 0
+    for index, (group, (shape, fmt)) in enumerate(zip(groups, axes, strict=True)):
         for layer in group.layer_indices:
-            caches[f"layers.{layer}"] = _shaped_cache(shape, num_blocks, group.dtype)
-            slots.append(shape.bs)
-        infos.append(EngineGroupInfo(index, group.layer_indices, shape.bs))
-    hints = LayoutHints(
-        kv_layout="NHD", slots_per_block=tuple(slots), tokens_per_block=tuple(slots)
-    )
-    return Registration(caches, tuple(infos), hints)
+            held = flat[start : start + sizes[index]]
+            caches[f"layers.{layer}"] = held.view(group.dtype).view(shape)
+            formats.append(fmt.name)
+            start += steps[index]
+        infos.append(EngineGroupInfo(index, group.layer_indices, group.shape_desc.bs))
+    return Registration(caches, tuple(infos), LayoutHints(formats=tuple(formats)))
 
 
-def _shaped_cache(shape: PageBufferShapeDesc, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
+def _axes(shape: PageBufferShapeDesc, num_blocks: int) -> tuple[tuple[int, ...], EngineKVFormat]:
     if shape.kv_size == 2:
-        return torch.zeros(2, num_blocks, shape.bs, shape.nh, shape.hs, dtype=dtype)
+        return (2, num_blocks, shape.bs, shape.nh, shape.hs), EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
     if shape.nh == 1:
-        return torch.zeros(num_blocks, shape.bs, shape.hs, dtype=dtype)
-    return torch.zeros(num_blocks, shape.bs, shape.nh, shape.hs, dtype=dtype).transpose(1, 2)
+        return (num_blocks, shape.bs, shape.hs), EngineKVFormat.NL_X_NB_BS_HS
+    return (num_blocks, shape.bs, shape.nh, shape.hs), EngineKVFormat.NL_X_NB_BS_NH_HS
 
 
 def chunk_tokens_of(infos: tuple[EngineGroupInfo, ...]) -> int:
@@ -153,7 +165,7 @@ def make_case(
     chunk_bytes = sum(
         engine.object_nbytes(group) for group in range(len(engine.manager.object_groups))
     )
-    chunks = -(-DEFAULT_REQUEST_BYTES // chunk_bytes) if tokens is None else tokens // chunk
+    chunks = cdiv(DEFAULT_REQUEST_BYTES, chunk_bytes) if tokens is None else tokens // chunk
     group_blocks = {
         info.engine_group_id: chunks * chunk // info.tokens_per_block for info in probe.infos
     }
@@ -223,7 +235,7 @@ def _objects(
 ) -> tuple[torch.Tensor, tuple[Int64Array, ...], tuple[tuple[torch.Tensor, ...], ...]]:
     """One written arena, and per object group the addresses and bytes of its objects."""
     sizes = [engine.object_nbytes(group) for group in range(len(engine.manager.object_groups))]
-    steps = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
+    steps = [align_up(size, _ALIGN_BYTES) for size in sizes]
     raw = torch.zeros(sum(steps) * chunks + _ALIGN_BYTES, dtype=torch.uint8)
     raw.fill_(1)
     arena = raw[-raw.data_ptr() % _ALIGN_BYTES :]
