@@ -27,12 +27,15 @@ class Evidence:
     tokens: int
     label: str
 
-    def check_slots(self, found: int) -> None:
-        """Raise GroupMismatchError unless ``found`` slots are the declared ones."""
-        if self.slots and found != self.slots:
+    def check_slots(self, *found: int) -> None:
+        """Raise GroupMismatchError unless one of the ``found`` slot counts is the declared one."""
+        if self.slots and self.slots not in found:
+            counts = " or ".join(str(count) for count in sorted(set(found)))
+            under = f" under the layout hint {self.order}" if self.order is not None else ""
             raise GroupMismatchError(
-                f"{self.label}: the tensor has {found} slots per block, the engine declares "
-                f"{self.slots}; a tensor paged at a smaller kernel block must be re-viewed first"
+                f"{self.label}: the tensor has {counts} slots per block, the engine declares "
+                f"{self.slots}{under}; a tensor paged at a smaller kernel block must be re-viewed "
+                "first"
             )
 
 
@@ -48,10 +51,8 @@ def order_axes(
     readings = [(first, second), (second, first)]
     fitting = [r for r in readings if _fits_order(tensor, *r, evidence.order)]
     if evidence.slots:
-        declared = [r for r in fitting if tensor.shape[r[0]] == evidence.slots]
-        if not declared:
-            evidence.check_slots(_other_slots(tensor, fitting, evidence.slots))
-        fitting = declared
+        evidence.check_slots(*(int(tensor.shape[slots]) for slots, _ in fitting))
+        fitting = [r for r in fitting if tensor.shape[r[0]] == evidence.slots]
     if len(fitting) > 1:
         fitting = _settle(tensor, fitting, evidence)
     slots, heads = fitting[0]
@@ -69,11 +70,6 @@ def _fits_order(tensor: torch.Tensor, slots: int, heads: int, order: str | None)
     if order is None or _is_open(tensor, slots, heads):
         return True
     return (tensor.stride(slots) > tensor.stride(heads)) == (order == TOKENS_FIRST)
-
-
-def _other_slots(tensor: torch.Tensor, readings: list[tuple[int, int]], declared: int) -> int:
-    """A slot count that a reading gives and that is not the declared one, for the message."""
-    return next(int(tensor.shape[s]) for s, _ in readings if tensor.shape[s] != declared)
 
 
 def _settle(
