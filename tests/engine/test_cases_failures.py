@@ -87,7 +87,6 @@ def test_76_a_restarted_server_is_used_again(engine_of: Any) -> None:
         engine.compute(request, 16, [[1]])
         assert time.monotonic() - started < 1.0
         engine.finish(request)
-    again = HmaClient(url)
     child = _serve_at(url)
     try:
         eventually(lambda: not engine.worker._breaker.is_open, 15.0)
@@ -97,7 +96,6 @@ def test_76_a_restarted_server_is_used_again(engine_of: Any) -> None:
         engine.compute(request, 16, [[1]])
         assert engine.matched(engine.request("again", tokens_of(16, 9))) == 16
     finally:
-        again.close()
         engine.close()
         child.terminate()
         child.wait()
