@@ -28,6 +28,7 @@ _HERE = Path(__file__).parent
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _TOKEN = uuid.uuid4().hex
 _skipped: list[str] = []
+_without_device: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,8 +45,13 @@ def pytest_report_header() -> str:
     return f"TRITON_INTERPRET={int(_INTERPRETED)}: tests/{away} is collected by another run"
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Triton reads TRITON_INTERPRET once, so both ways cannot share a process."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Triton reads TRITON_INTERPRET once, so both ways cannot share a process.
+
+    On a device the tests of tests/interpreted run compiled.
+    """
+    if config.getoption("--device") == "cuda":
+        return None
     away = _HERE / ("compiled" if _INTERPRETED else "interpreted")
     return True if collection_path == away else None
 
@@ -57,6 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("-m"):
         unwanted.add("long")
     dropped = [item for item in items if any(item.get_closest_marker(mark) for mark in unwanted)]
+    _without_device.extend(item.nodeid for item in dropped if item.get_closest_marker("gpu"))
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]
@@ -80,6 +87,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    if _without_device:
+        terminalreporter.line(
+            f"{len(_without_device)} tests need a GPU and DID NOT RUN; --device cuda runs them"
+        )
     if _skipped and config.getoption("--forbid-skips"):
         terminalreporter.section("skipped, which this run forbids")
         for nodeid in _skipped:

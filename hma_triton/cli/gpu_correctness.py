@@ -113,6 +113,16 @@ def make_request(case: Case) -> Request:
     return Request(geometry, total + 1, chunk, chunks, ids)
 
 
+def _kept(engine: TransferEngine, ids: list[Int64Array]) -> list[Int64Array]:
+    """`ids` as an engine gives them for a retrieve: null where a window keeps nothing."""
+    kept = []
+    for group, blocks in zip(engine.layout.groups, ids, strict=True):
+        table = blocks.reshape(-1, group.blocks_per_chunk).copy()
+        table[:, : group.blocks_per_chunk - group.kept_blocks] = 0
+        kept.append(table.reshape(-1))
+    return kept
+
+
 def _flat(caches: Mapping[str, Any]) -> torch.Tensor:
     """The one storage under `caches`, as bytes."""
     first = next(iter(caches.values()))
@@ -161,7 +171,8 @@ def check_case(case: Case, device: torch.device, driver: CudaDriver) -> Outcome:
     pool.copy_(contents)
     nbytes = host.store_addresses(ids, objects.at(stored.data_ptr())).nbytes
     pool.fill_(POISON)
-    host.retrieve_addresses(ids, objects.at(stored.data_ptr()))
+    kept_ids = _kept(host, ids)
+    host.retrieve_addresses(kept_ids, objects.at(stored.data_ptr()))
     device_caches, _, _ = build_pool(request.geometry, request.num_blocks, device)
     device_pool = _flat(device_caches)
     memory = HostMemory(objects.nbytes)
@@ -187,7 +198,7 @@ def check_case(case: Case, device: torch.device, driver: CudaDriver) -> Outcome:
             taken.update(f"store:{report.path.value}" for report in result.paths)
             arena.copy_(stored)
             device_pool.fill_(POISON)
-            result = engine.retrieve_addresses(ids, objects.at(memory.address))
+            result = engine.retrieve_addresses(kept_ids, objects.at(memory.address))
             wrong += _difference(f"{path.value} retrieve, pool", device_pool.cpu(), pool)
             taken.update(f"retrieve:{report.path.value}" for report in result.paths)
             engine.close()

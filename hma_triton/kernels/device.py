@@ -264,16 +264,19 @@ class DeviceCopier:
             self.prepare((spec,))
         reachable = self._device_addresses(spec, places)
         items = join_items(spec, job.block_ids, places, self._view)
-        path, reason = self._choose(spec, direction, items, reachable is not None)
+        pinned = reachable is not None
+        path, reason = self._choose(spec, direction, items, pinned)
         if path is Path.ZERO_COPY and reachable is not None:
             self._kernel.enqueue(spec, direction, job.block_ids, reachable, lane.stream)
             entries = 1
         elif path is Path.STAGED:
             entries = lane.staging.enqueue(
-                self._slices[spec], direction, job.block_ids, places, self._view
+                self._slices[spec], direction, job.block_ids, places, self._view, pinned
             )
         else:
-            entries = enqueue_dma(self._driver, spec, direction, items, self._view, lane.stream)
+            entries = enqueue_dma(
+                self._driver, spec, direction, items, self._view, lane.stream, pinned
+            )
         nbytes = job.block_ids.shape[0] * spec.block_bytes
         report = PathReport(spec.kernel_group_index, direction, path, reason, nbytes, entries)
         self._log(report, spec)

@@ -190,6 +190,7 @@ class Staging:
         block_ids: Int64Array,
         object_addresses: Int64Array,
         view: DeviceView,
+        batched: bool,
     ) -> int:
         """Enqueue one copy, before `finish`; how many copies were posted.
 
@@ -206,9 +207,9 @@ class Staging:
             self._turn ^= 1
             base = self._buffer.data_ptr() + half * self._half_bytes
             if direction is Direction.STORE:
-                self._store(batch, base, half)
+                self._store(batch, base, half, batched)
             else:
-                self._retrieve(batch, base, half)
+                self._retrieve(batch, base, half, batched)
             posted += len(batch.spans)
         return posted
 
@@ -217,7 +218,7 @@ class Staging:
         self._driver.record_event(self._left, self._copy_stream)
         self._driver.wait_event(self._kernel_stream, self._left)
 
-    def _store(self, batch: StagedBatch, base: int, half: int) -> None:
+    def _store(self, batch: StagedBatch, base: int, half: int, batched: bool) -> None:
         driver = self._driver
         driver.wait_event(self._kernel_stream, self._emptied[half])
         self._kernel(
@@ -225,13 +226,13 @@ class Staging:
         )
         driver.record_event(self._packed[half], self._kernel_stream)
         driver.wait_event(self._copy_stream, self._packed[half])
-        self._post(batch, base, Direction.STORE)
+        self._post(batch, base, Direction.STORE, batched)
         driver.record_event(self._emptied[half], self._copy_stream)
 
-    def _retrieve(self, batch: StagedBatch, base: int, half: int) -> None:
+    def _retrieve(self, batch: StagedBatch, base: int, half: int, batched: bool) -> None:
         driver = self._driver
         driver.wait_event(self._copy_stream, self._emptied[half])
-        self._post(batch, base, Direction.RETRIEVE)
+        self._post(batch, base, Direction.RETRIEVE, batched)
         driver.record_event(self._packed[half], self._copy_stream)
         driver.wait_event(self._kernel_stream, self._packed[half])
         self._kernel(
@@ -243,10 +244,10 @@ class Staging:
         )
         driver.record_event(self._emptied[half], self._kernel_stream)
 
-    def _post(self, batch: StagedBatch, base: int, direction: Direction) -> None:
+    def _post(self, batch: StagedBatch, base: int, direction: Direction, batched: bool) -> None:
         spans = batch.spans
         runs = Runs(spans.pool + base, spans.objects, spans.nbytes)
-        post_runs(self._driver, runs, direction, self._copy_stream)
+        post_runs(self._driver, runs, direction, self._copy_stream, batched)
 
     def close(self) -> None:
         """Release events and buffer; nothing enqueued may be pending."""
