@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_process import Completion, Nursery
+from support.engine_process import Completion, EngineError, Nursery
 from support.lmcache_stack import (
     CHUNK_TOKENS,
     OUR_SERVER,
@@ -16,6 +16,7 @@ from support.lmcache_stack import (
     SWAP_SERVER,
     ConnectedEngine,
     Server,
+    copy_without_core,
 )
 from support.tiny_models import tiny_config
 
@@ -129,3 +130,33 @@ def test_two_servers_and_their_tiers(
             ConnectedEngine(nursery, folder, model, server.wait_ready()) as engine,
         ):
             assert_equal(ask(engine, wanted), answers[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("broken", [False, True], ids=["missing", "not-loadable"])
+def test_a_server_without_lmcaches_compiled_core(
+    nursery: Nursery, tmp_path: Path, broken: bool
+) -> None:
+    """LMCache's own command gives up; ours serves an engine whose LMCache is whole."""
+    place = copy_without_core(tmp_path / "site", broken)
+    here = {"PYTHONPATH": str(place)}
+    with pytest.raises(EngineError, match="requires the full lmcache installation"):
+        Server(OWN_SERVER, tmp_path / "own", environment=here).wait_ready()
+    model = make_model(tmp_path, "gemma3")
+    wanted = prompt(4)
+    with (
+        Server(SWAP_SERVER, tmp_path / "ours", environment=here) as server,
+        ConnectedEngine(nursery, tmp_path, model, server.wait_ready()) as engine,
+    ):
+        assert "(core: stand-in, because" in server.log()
+        cold = ask(engine, wanted, hit_tokens=0)
+        assert_equal(ask(engine, wanted), cold)
+        report = server.report()
+        assert report["retrieved"] == report["stored"] > 0
+        ours = server.wait_objects(5)
+    with (
+        Server(OWN_SERVER, tmp_path / "whole") as server,
+        ConnectedEngine(nursery, tmp_path / "whole", model, server.wait_ready()) as engine,
+    ):
+        assert_equal(ask(engine, wanted, hit_tokens=0), cold)
+        assert server.wait_objects(5) == ours

@@ -20,6 +20,7 @@ import pytest
 import torch
 from lmcache.v1.multiprocess.transfer_context.base import _detect_block_transfer_accepts_tensor
 from support.lmcache_cases import Case, Setting, block_ids, pointer_tensor, shape_desc
+from support.lmcache_stack import copy_without_core
 
 from hma_triton.errors import ConfigError
 from hma_triton.integration.lmcache import (
@@ -275,21 +276,6 @@ def test_nothing_of_lmcache_is_imported_before_install() -> None:
         "print([name for name in sys.modules if name.partition('.')[0] == 'lmcache'])"
     )
     assert run_python(code).strip() == "[]"
-
-
-def copy_without_core(folder: Path, broken: bool) -> Path:
-    """LMCache as installed, link by link, its compiled parts left out or not loadable."""
-    source = Path(lmcache.__file__).parent
-    target = folder / "lmcache"
-    target.mkdir(parents=True)
-    for entry in source.iterdir():
-        if entry.suffix != ".so":
-            (target / entry.name).symlink_to(entry)
-        elif broken:
-            (target / entry.name).write_bytes(b"not a library")
-    metadata = next(source.parent.glob("lmcache-*.dist-info"))
-    (folder / metadata.name).symlink_to(metadata)
-    return folder
 
 
 IMPORT_ALONE = """

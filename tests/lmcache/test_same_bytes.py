@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache.v1.platform import torch_ops
-from support.lmcache_cases import ELEMENT_TYPES, Case, Setting, block_ids
+from support.lmcache_cases import (
+    ELEMENT_TYPES,
+    Case,
+    Setting,
+    assert_planar_rows,
+    block_ids,
+    refuse,
+)
 
 from hma_triton.errors import BlockIdError
 from hma_triton.integration.lmcache.executors import Executors
@@ -39,10 +45,6 @@ PADDABLE = [
 ]
 
 Operation = Callable[..., None]
-
-
-def refuse(*_: Any) -> None:
-    raise AssertionError("fell through to LMCache's operation")
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +82,13 @@ def assert_as_indexed(case: Case, ours: Operation, direction: int, **forms: bool
 def test_every_format(ours: Operation, fmt: EngineKVFormat, form: str, direction: int) -> None:
     if ("pointers", fmt) in REFUSED and fmt is EngineKVFormat.NL_X_NP_X_NB_BS_ONE_HS:
         form = "tensors"
-    for skip in (0, 1, 2, 3, 5, 6, 7):
-        for given_ids in (None, 5, 1):
-            case = Case(fmt, skip=skip, given=given_ids, seed=17 * skip)
-            forms = forms_of(form) | {"tensor_ids": skip % 2 == 0}
-            if (form, fmt) not in REFUSED:
-                assert_same(case, ours, direction, **forms)
-            if fmt is not EngineKVFormat.NL_X_NB_BSV_BSS:
-                assert_as_indexed(case, ours, direction, **forms)
+    for skip, given_ids in ((0, None), (1, 5), (2, None), (3, 5), (5, None), (6, None), (0, 1)):
+        case = Case(fmt, skip=skip, given=given_ids, seed=17 * skip)
+        forms = forms_of(form) | {"tensor_ids": skip % 2 == 0}
+        if (form, fmt) not in REFUSED:
+            assert_same(case, ours, direction, **forms)
+        if fmt is not EngineKVFormat.NL_X_NB_BSV_BSS:
+            assert_as_indexed(case, ours, direction, **forms)
 
 
 @pytest.mark.parametrize(("form", "fmt"), list(REFUSED), ids=lambda v: getattr(v, "name", v))
@@ -156,6 +157,34 @@ def test_tuples_of_latents(
     case = Case(EngineKVFormat.NL_X_NP_X_NB_BS_ONE_HS, latent_widths=widths[:planes])
     assert_same(case, ours, direction)
     assert_as_indexed(case, ours, direction)
+
+
+@BOTH_WAYS
+def test_planar_pages_become_rows_where_kernels_make_them(direction: int) -> None:
+    """LMCache's compiled kernels write rows, its torch operations the page: docs/lmcache.md."""
+    executors = Executors()
+    transfer = BlockTransfer(refuse, executors, FallthroughLog(), planar_rows=True)
+    assert_planar_rows(transfer.multi_layer_block_kv_transfer, direction)
+    executors.close()
+
+
+def test_the_smallest_planar_difference(ours: Operation) -> None:
+    """One block of two slots: the object of the torch operation is the page, not its rows."""
+    case = Case(
+        EngineKVFormat.NL_X_NB_BSV_BSS, layers=1, blocks=1, slots=2, blocks_per_object=1, objects=1
+    )
+    theirs = Setting.make(case)
+    theirs.call(torch_ops.multi_layer_block_kv_transfer, STORE)
+    page = theirs.caches[0][0].flatten()
+    assert torch.equal(theirs.objects[0].flatten(), page)
+    rows = torch.cat([page[:128], page[256:260], page[128:256], page[260:]])
+    assert not torch.equal(page, rows)
+    executors = Executors()
+    transfer = BlockTransfer(refuse, executors, FallthroughLog(), planar_rows=True)
+    mine = Setting.make(case)
+    mine.call(transfer.multi_layer_block_kv_transfer, STORE)
+    assert torch.equal(mine.objects[0].flatten(), rows)
+    executors.close()
 
 
 @st.composite

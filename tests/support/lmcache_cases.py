@@ -286,6 +286,34 @@ class Setting:
                     column += width if row.kv_size == 1 else 0
 
 
+def refuse(*_: Any) -> None:
+    """Stands where LMCache's operation would be called; nothing may fall through."""
+    raise AssertionError("fell through to LMCache's operation")
+
+
+def assert_planar_rows(operation: Callable[..., None], direction: int) -> None:
+    """A page of all values, then all scales, against an object of rows: values, then the scale."""
+    case = Case(EngineKVFormat.NL_X_NB_BSV_BSS, layers=2, skip=1)
+    mine, plain = Setting.make(case), Setting.make(case)
+    mine.call(operation, direction)
+    for position, block in enumerate(block_ids(case)):
+        if position < case.skip:
+            continue
+        which, inside = divmod(position, case.blocks_per_object)
+        for layer in range(case.layers):
+            page = plain.caches[layer][block].view(-1)
+            for slot in range(case.slots):
+                row = plain.objects[which][layer, inside * case.slots + slot]
+                values = page[slot * 128 : (slot + 1) * 128]
+                scale = page[case.slots * 128 + slot * 4 : case.slots * 128 + (slot + 1) * 4]
+                if direction == 1:
+                    row[:128], row[128:] = values, scale
+                else:
+                    values.copy_(row[:128])
+                    scale.copy_(row[128:])
+    assert torch.equal(mine.arena.bytes, plain.arena.bytes)
+
+
 def arena_bytes(case: Case) -> int:
     lengths = axis_lengths(case)
     page = case.slots * case.heads * max(lengths["HS"], 2 * case.head_size, sum(case.latent_widths))

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lmcache
 from support.engine_process import Completion, Engine, EngineError, Nursery
 
 CHUNK_TOKENS = 256
@@ -32,6 +33,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def copy_without_core(folder: Path, broken: bool) -> Path:
+    """LMCache as installed, link by link, its compiled parts left out or not loadable."""
+    source = Path(lmcache.__file__).parent
+    target = folder / "lmcache"
+    target.mkdir(parents=True)
+    for entry in source.iterdir():
+        if entry.suffix != ".so":
+            (target / entry.name).symlink_to(entry)
+        elif broken:
+            (target / entry.name).write_bytes(b"not a library")
+    metadata = next(source.parent.glob("lmcache-*.dist-info"))
+    (folder / metadata.name).symlink_to(metadata)
+    return folder
 
 
 class Server:
