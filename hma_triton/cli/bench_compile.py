@@ -159,12 +159,18 @@ def csv_row(outcome: Outcome) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def write_csv(outcomes: list[Outcome], path: Path) -> None:
-    """Every outcome as one row."""
+def with_csv(outcomes: Iterable[Outcome], path: Path | None) -> Iterator[Outcome]:
+    """The same outcomes, each written to `path` as one row when it comes."""
+    if path is None:
+        yield from outcomes
+        return
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(CSV_COLUMNS)
-        writer.writerows(csv_row(outcome) for outcome in outcomes)
+        for outcome in outcomes:
+            writer.writerow(csv_row(outcome))
+            stream.flush()
+            yield outcome
 
 
 def _chosen_targets(names: list[str]) -> tuple[Target, ...]:
@@ -211,11 +217,9 @@ def main(
     specs = [entry for entry in entries if isinstance(entry, GeometrySpec)]
     refused = [entry for entry in entries if isinstance(entry, Refused)]
     total, running = compile_all(specs, _chosen_targets(target or []), jobs, unaligned=unaligned)
-    outcomes = list(
-        track(running, "compiling", total=total, console=Console(stderr=True), transient=True)
-    )
-    if csv_path is not None:
-        write_csv(outcomes, csv_path)
+    progress = Console(stderr=True)
+    running = with_csv(running, csv_path)
+    outcomes = list(track(running, "compiling", total=total, console=progress, transient=True))
     console.print(summary_table(outcomes))
     for entry in refused:
         console.print(f"refused: {entry.model} {entry.variant}: {entry.reason}", soft_wrap=True)

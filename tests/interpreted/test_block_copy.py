@@ -19,7 +19,7 @@ from hma_triton.tuning import KernelConfig
 
 DIRECTIONS = pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.name.lower())
 ALIGNMENTS = (16, 8, 4, 2, 1)
-TILES = st.sampled_from((32, 128, 1024))
+TILES = st.sampled_from((64, 256, 1024))
 
 
 def check(device: torch.device, case: CopyCase, direction: Direction, tile_words: int) -> None:
@@ -32,13 +32,13 @@ def check(device: torch.device, case: CopyCase, direction: Direction, tile_words
         memory.close()
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(case=copy_cases(), tile_words=TILES)
 def test_any_layout_is_stored(device: torch.device, case: CopyCase, tile_words: int) -> None:
     check(device, case, Direction.STORE, tile_words)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(case=copy_cases(unique_ids=True), tile_words=TILES)
 def test_any_layout_is_retrieved(device: torch.device, case: CopyCase, tile_words: int) -> None:
     check(device, case, Direction.RETRIEVE, tile_words)
