@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -104,6 +104,11 @@ def candidates(word_bytes: int, threads_per_warp: int = 32) -> tuple[KernelConfi
     )
 
 
+def path_candidates(config: KernelConfig, paths: Iterable[str]) -> tuple[KernelConfig, ...]:
+    """`config` by each of `paths`: what is measured against the kernel reaching over the link."""
+    return tuple(replace(config, path=path) for path in paths)
+
+
 def measure(
     nbytes_of: Mapping[TuneKey, int],
     configs_of: Callable[[TuneKey], Sequence[KernelConfig]],
@@ -179,7 +184,7 @@ def _decide_key(
     reason = "within the band of the fastest"
     if current is None or current.median_us > best.median_us * (1 + band):
         good = [m for m in measured.values() if m.median_us <= best.median_us * (1 + band)]
-        chosen = min(good, key=lambda m: (m.config.program_cap, m.median_us))
+        chosen = min(good, key=lambda m: (_programs(m.config), m.median_us))
         reason = "the config in use was not measured"
         if current is not None:
             reason = f"{current.median_us / chosen.median_us:.2f} times as fast"
@@ -193,6 +198,11 @@ def _decide_key(
         median_us=chosen.median_us,
         reason=reason,
     )
+
+
+def _programs(config: KernelConfig) -> int:
+    """Programs that a copy takes from the model at most; the copy engine takes none."""
+    return 0 if config.path == "dma" else config.program_cap
 
 
 def write_recording(recording: Recording, path: Path) -> None:

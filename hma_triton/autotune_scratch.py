@@ -7,13 +7,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from hma_triton.cuda_driver import CudaDriver
 from hma_triton.errors import ConfigError
+from hma_triton.host_memory import HostMemory, PinnedHost
 from hma_triton.kernels.addressing import (
     REGION_ALIGN_BYTES,
     CopySpec,
     Direction,
     Int64Array,
 )
+from hma_triton.kernels.device import CopyJob, DeviceCopier, DeviceSettings
+from hma_triton.kernels.paths import Path
+from hma_triton.kernels.staged import STAGING_BYTES, row_slices
 from hma_triton.kernels.triton_copier import TritonCopier
 from hma_triton.tuning import KernelConfig, TuneKey
 from hma_triton.units import align_up, cdiv
@@ -31,9 +36,17 @@ class ScratchCopy:
     direction: Direction
     num_blocks: int
 
+    @property
+    def other_paths(self) -> tuple[str, ...]:
+        """Paths that can take this copy besides the kernel reaching over the link."""
+        staged = bool(row_slices(self.spec, STAGING_BYTES // 2))
+        return (Path.DMA.value, Path.STAGED.value) if staged else (Path.DMA.value,)
+
 
 class ScratchSampler:
-    """Microseconds of one launch, by device events, on buffers made for one copy at a time.
+    """Microseconds of one copy, by device events, on buffers made for one copy at a time.
+
+    The first event fires before the copy is planned, so what the host does is in the time.
 
     Raises:
         ConfigError: no such device.
@@ -47,15 +60,16 @@ class ScratchSampler:
             )
         self.device = device
         self._copies = copies
+        self._driver = CudaDriver(device.index or 0)
         self._copiers: dict[KernelConfig, TritonCopier] = {}
+        self._by_path: dict[KernelConfig, DeviceCopier] = {}
+        self._pinned: PinnedHost | None = None
         self._key: TuneKey | None = None
 
     def __call__(self, key: TuneKey, config: KernelConfig) -> float:
         """Time one copy of `key` with `config`."""
-        copier = self._copiers.get(config)
-        if copier is None:
-            copier = self._copiers[config] = TritonCopier(self.device, config)
         self._make_buffers(key)
+        copier = self._copier(config)
         begin, end = _timing_event(), _timing_event()
         begin.record()
         self._enqueue(copier)
@@ -65,8 +79,8 @@ class ScratchSampler:
 
     def matrix_slowdown(self, key: TuneKey, config: KernelConfig) -> float:
         """How many times as long a matrix product takes while the copy runs beside it."""
-        copier = TritonCopier(self.device, config)
         self._make_buffers(key)
+        copier = self._copier(config)
         self._enqueue(copier)
         shape = (_MATRIX_SIZE, _MATRIX_SIZE)
         matrix = torch.randn(shape, device=self.device, dtype=torch.float16)
@@ -92,12 +106,45 @@ class ScratchSampler:
         end.synchronize()
         return float(begin.elapsed_time(end)) / _MATRIX_REPEATS
 
-    def _enqueue(self, copier: TritonCopier) -> None:
-        copier.enqueue(self._spec, self._direction, self._ids, self._addresses)
+    def _copier(self, config: KernelConfig) -> TritonCopier | DeviceCopier:
+        if config.path == Path.ZERO_COPY.value:
+            if config not in self._copiers:
+                self._copiers[config] = TritonCopier(self.device, config)
+            return self._copiers[config]
+        if config not in self._by_path:
+            self._by_path[config] = DeviceCopier(
+                self.device,
+                self._pinned,
+                kernel=TritonCopier(self.device, config),
+                settings=DeviceSettings(Path(config.path)),
+                driver=self._driver,
+            )
+            self._by_path[config].prepare((self._spec,))
+        return self._by_path[config]
+
+    def _enqueue(self, copier: TritonCopier | DeviceCopier) -> None:
+        if isinstance(copier, TritonCopier):
+            copier.enqueue(self._spec, self._direction, self._ids, self._addresses)
+            return
+        job = CopyJob(self._spec, self._ids, self._addresses)
+        pending = copier.start(self._direction, (job,))
+        pending.wait_on(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def close(self) -> None:
+        """Release the buffers; waits for the device first."""
+        if self._pinned is not None:
+            torch.cuda.synchronize(self.device)
+            for copier in self._by_path.values():
+                copier.close()
+            self._by_path.clear()
+            self._pinned.close()
+            self._pinned = None
+            self._memory.close()
 
     def _make_buffers(self, key: TuneKey) -> None:
         if key == self._key:
             return
+        self.close()
         copy = self._copies[key]
         self._pool = torch.zeros(copy.pool_bytes, dtype=torch.uint8, device=self.device)
         # whole objects, one behind the other, as an arena holds them
@@ -107,11 +154,12 @@ class ScratchSampler:
         region_bytes = spec.object_extent_bytes + (spec.blocks_per_object - 1) * step
         object_bytes = align_up(REGION_ALIGN_BYTES + region_bytes, REGION_ALIGN_BYTES)
         count = cdiv(copy.num_blocks, spec.blocks_per_object)
-        self._object = torch.zeros(count * object_bytes, dtype=torch.uint8, pin_memory=True)
+        self._memory = HostMemory(count * object_bytes)
+        self._pinned = PinnedHost(self._driver, self._memory.address, self._memory.pieces)
         places = items // spec.blocks_per_object * object_bytes
         places += items % spec.blocks_per_object * step
         places += spec.region_offset_bytes % REGION_ALIGN_BYTES
-        self._addresses: Int64Array = places + self._object.data_ptr()
+        self._addresses: Int64Array = places + self._memory.address
         base = self._pool.data_ptr()
         self._spec = replace(
             copy.spec, row_addresses=tuple(base + row for row in copy.spec.row_addresses)

@@ -15,7 +15,14 @@ from pathlib import Path
 
 import torch
 
-from hma_triton.autotune import Recording, candidates, decide, measure, write_recording
+from hma_triton.autotune import (
+    Recording,
+    candidates,
+    decide,
+    measure,
+    path_candidates,
+    write_recording,
+)
 from hma_triton.autotune_scratch import ScratchSampler
 from hma_triton.cli.gpu_stage import StageContext, StageReport
 from hma_triton.geometries.scratch_copies import scratch_copies
@@ -76,7 +83,9 @@ def run_tune(context: StageContext) -> StageReport:
     warp = torch.cuda.get_device_properties(context.device).warp_size
 
     def configs(key: TuneKey) -> Sequence[KernelConfig]:
-        return [table.lookup(key), *candidates(key.word_bytes, warp)]
+        current = table.lookup(key)
+        others = path_candidates(current, copies[key].other_paths)
+        return [current, *candidates(key.word_bytes, warp), *others]
 
     found = []
     for key, copy in copies.items():
@@ -85,6 +94,7 @@ def run_tune(context: StageContext) -> StageReport:
             continue
         nbytes = {key: copy.num_blocks * copy.spec.block_bytes}
         found += list(measure(nbytes, configs, sampler, _ROUNDS))
+    sampler.close()
     write_recording(Recording(where, tuple(found)), out / "tune-recording.json")
     choices = decide(found, table.lookup)
     folder = out / "autotune_configs"
@@ -95,9 +105,10 @@ def run_tune(context: StageContext) -> StageReport:
     report.data["choices"] = [asdict(choice) for choice in choices]
     for choice in choices:
         report.lines.append(
-            f"{choice.key.direction}, runs of {choice.key.run_bytes}: {choice.config.tile_words} "
-            f"words, {choice.config.warps} warps, {choice.config.program_cap} programs: "
-            f"{choice.gigabytes_per_second:.1f} GB/s ({choice.reason})"
+            f"{choice.key.direction}, runs of {choice.key.run_bytes}: {choice.config.path}, "
+            f"{choice.config.tile_words} words, {choice.config.warps} warps, "
+            f"{choice.config.program_cap} programs: {choice.gigabytes_per_second:.1f} GB/s "
+            f"({choice.reason})"
         )
     return report
 

@@ -22,6 +22,7 @@ from hma_triton.autotune import (
     candidates,
     decide,
     measure,
+    path_candidates,
     read_recording,
     write_recording,
 )
@@ -72,7 +73,8 @@ def choices_table(choices: list[Choice]) -> Table:
 
 
 def _short(config: KernelConfig) -> str:
-    return f"{config.tile_words}w {config.warps}x {config.stages}s {config.program_cap}p"
+    launch = f"{config.tile_words}w {config.warps}x {config.stages}s {config.program_cap}p"
+    return launch if config.path == "zero_copy" else f"{config.path} {launch}"
 
 
 def decide_and_write(
@@ -99,7 +101,9 @@ def _measure_here(
     warp = torch.cuda.get_device_properties(sampler.device).warp_size
 
     def configs(key: TuneKey) -> list[KernelConfig]:
-        return [table.lookup(key), *candidates(key.word_bytes, warp)]
+        current = table.lookup(key)
+        others = path_candidates(current, copies[key].other_paths)
+        return [current, *candidates(key.word_bytes, warp), *others]
 
     nbytes = {key: copy.num_blocks * copy.spec.block_bytes for key, copy in copies.items()}
     found: list[Measurement] = []
@@ -156,6 +160,7 @@ def main(
         console.print(
             f"a matrix product beside the largest copy takes {slowdown:.2f} times as long"
         )
+        sampler.close()
     console.print(f"written: {written}" if written else "nothing written")
 
 

@@ -20,6 +20,7 @@ from hma_triton.autotune import (
     candidates,
     decide,
     measure,
+    path_candidates,
     read_recording,
     write_recording,
 )
@@ -72,6 +73,14 @@ def test_the_band_is_a_setting() -> None:
 def test_fewer_programs_are_preferred_among_the_fast() -> None:
     assert chosen(times(DEFAULT, 100), times(MANY, 50), times(FEW, 51)) == FEW
     assert chosen(times(DEFAULT, 100), times(MANY, 50), times(FEW, 52)) == MANY
+
+
+def test_the_copy_engine_takes_no_programs_and_wins_a_tie() -> None:
+    dma, staged = path_candidates(MANY, ("dma", "staged"))
+    assert (dma.path, staged.path) == ("dma", "staged")
+    slow = times(DEFAULT, 200)
+    assert chosen(slow, times(FEW, 99), times(dma, 100), times(staged, 98)) == dma
+    assert chosen(slow, times(FEW, 99), times(dma, 110), times(staged, 98)) == FEW
 
 
 def test_without_the_config_in_use_the_fast_ones_are_compared() -> None:
