@@ -86,16 +86,17 @@ def draw_pool(lanes: Sequence[Lane], pool_bytes: int, title: str, file: Path) ->
     for position, lane in enumerate(lanes):
         spot = (position - 0.4, 0.8)
         axes.broken_barh([(0, pool_bytes / scale)], spot, facecolors="white", **_UNUSED)
-        edge = 0.6 if len(lane.pieces) < _MOST_EDGES else 0.0
-        for piece in lane.pieces:
-            colour = colours[piece.layer % len(colours)]
-            axes.broken_barh(
-                [(piece.start_bytes / scale, piece.num_bytes / scale)],
-                spot,
-                facecolors=colour if piece.block == 0 else _pale(colour),
-                edgecolor="black" if piece.block == 0 else "white",
-                linewidth=edge,
-            )
+        shades = [colours[piece.layer % len(colours)] for piece in lane.pieces]
+        axes.broken_barh(
+            [(piece.start_bytes / scale, piece.num_bytes / scale) for piece in lane.pieces],
+            spot,
+            facecolors=[
+                shade if piece.block == 0 else _pale(shade)
+                for piece, shade in zip(lane.pieces, shades, strict=True)
+            ],
+            edgecolor=["black" if piece.block == 0 else "white" for piece in lane.pieces],
+            linewidth=0.6 if len(lane.pieces) < _MOST_EDGES else 0.0,
+        )
     axes.set_yticks(range(len(lanes)), [lane.label for lane in lanes])
     axes.invert_yaxis()
     axes.set_xlim(0, pool_bytes / scale)
