@@ -12,8 +12,8 @@ import torch
 
 # a layer's block in more pieces than this is drawn by its first pieces
 _MOST_PIECES = 64
-# edges around more pieces than this hide the pieces
-_MOST_EDGES = 200
+# an edge around less than this part of the pool would hide what it is around
+_EDGED = 300
 _UNUSED: dict[str, Any] = {"edgecolor": "#909090", "hatch": "////", "linewidth": 0.3}
 
 
@@ -95,7 +95,7 @@ def draw_pool(lanes: Sequence[Lane], pool_bytes: int, title: str, file: Path) ->
                 for piece, shade in zip(lane.pieces, shades, strict=True)
             ],
             edgecolor=["black" if piece.block == 0 else "white" for piece in lane.pieces],
-            linewidth=0.6 if len(lane.pieces) < _MOST_EDGES else 0.0,
+            linewidth=[0.6 if p.num_bytes * _EDGED > pool_bytes else 0.0 for p in lane.pieces],
         )
     axes.set_yticks(range(len(lanes)), [lane.label for lane in lanes])
     axes.invert_yaxis()
