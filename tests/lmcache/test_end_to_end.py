@@ -140,7 +140,7 @@ def test_a_server_without_lmcaches_compiled_core(
     """LMCache's own command gives up; ours serves an engine whose LMCache is whole."""
     place = copy_without_core(tmp_path / "site", broken)
     here = {"PYTHONPATH": str(place)}
-    with pytest.raises(EngineError, match="requires the full lmcache installation"):
+    with pytest.raises(EngineError, match="install the full lmcache package"):
         Server(OWN_SERVER, tmp_path / "own", environment=here).wait_ready()
     model = make_model(tmp_path, "gemma3")
     wanted = prompt(4)
