@@ -14,8 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hma_triton.cli.copy_case import (
+    DEFAULT_REQUEST_BYTES,
     CopyCase,
     Register,
+    RequestSize,
     make_case,
     model_registration,
     shape_registration,
@@ -82,8 +84,9 @@ _Variant = Annotated[
     typer.Option(help="Variant of the models. [default: cpu where there is one, else main]"),
 ]
 _Tokens = Annotated[
-    int, typer.Option(help="Tokens of the request; 0: as many as make 128 MiB.", min=0)
+    int, typer.Option(help="Tokens of the request; 0: as many as make --mib.", min=0)
 ]
+_MiB = Annotated[int, typer.Option(help="Size of the request, in whole chunks.", min=1)]
 _Threads = Annotated[
     list[int],
     typer.Option(help="Threads of a copy; may be repeated. [default: torch's setting]", min=1),
@@ -102,6 +105,7 @@ def bench_copy(
     models: _Models = [],  # noqa: B006
     variant: _Variant = None,
     tokens: _Tokens = 0,
+    mib: _MiB = DEFAULT_REQUEST_BYTES >> 20,
     threads: _Threads = [],  # noqa: B006
     compare: _Compare = PLAIN,
     object_layout: _Layout = "opaque",
@@ -119,12 +123,13 @@ def bench_copy(
     rows: list[CopyRow] = []
     notes: list[str] = []
     counts = threads or [torch.get_num_threads()]
+    size = RequestSize(tokens or None, mib << 20)
     cases = _cases(models, shapes, variant)
     with _progress(console) as progress:
         for name, register in cases:
             for count in counts:
                 copier = CpuCopier(count, implementation)
-                case = make_case(name, register, tokens or None, count, object_layout)
+                case = make_case(name, register, size, count, object_layout)
                 rows += _measure_case(case, copier, wanted, repeats, progress, notes)
                 copier.close()
                 case.engine.close()

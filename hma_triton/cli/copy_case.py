@@ -37,6 +37,28 @@ class Registration:
     hints: LayoutHints
 
 
+@dataclass(frozen=True, slots=True)
+class RequestSize:
+    """Length of the measured request: `tokens` if given, else as many as make `nbytes`."""
+
+    tokens: int | None = None
+    nbytes: int = DEFAULT_REQUEST_BYTES
+
+    def chunks(self, case: str, chunk_tokens: int, chunk_bytes: int) -> int:
+        """Whole chunks of the request.
+
+        Raises:
+            ConfigError: fewer tokens than a chunk.
+        """
+        if self.tokens is None:
+            return cdiv(self.nbytes, chunk_bytes)
+        if self.tokens < chunk_tokens:
+            raise ConfigError(
+                f"{self.tokens} tokens are less than one chunk of {case}: {chunk_tokens} tokens"
+            )
+        return self.tokens // chunk_tokens
+
+
 # Makes the pools for a number of block ids.
 Register = Callable[[int], Registration]
 
@@ -147,25 +169,18 @@ def chunk_tokens_of(infos: tuple[EngineGroupInfo, ...]) -> int:
 
 
 def make_case(
-    name: str, register: Register, tokens: int | None, threads: int, object_layout: str
+    name: str, register: Register, size: RequestSize, threads: int, object_layout: str
 ) -> CopyCase:
-    """Pools with `tokens` tokens in them, in whole chunks, their blocks in random order.
-
-    Args:
-        tokens: None for as many as make `DEFAULT_REQUEST_BYTES`.
+    """Pools that hold one request, its blocks in random order.
 
     Raises:
-        ConfigError: fewer tokens than a chunk.
+        ConfigError: a request shorter than a chunk.
     """
     probe = register(2)
     chunk = chunk_tokens_of(probe.infos)
-    if tokens is not None and tokens < chunk:
-        raise ConfigError(f"{tokens} tokens are less than one chunk of {name}: {chunk} tokens")
     engine = _engine(probe, chunk, 1, object_layout)
-    chunk_bytes = sum(
-        engine.object_nbytes(group) for group in range(len(engine.manager.object_groups))
-    )
-    chunks = cdiv(DEFAULT_REQUEST_BYTES, chunk_bytes) if tokens is None else tokens // chunk
+    groups = range(len(engine.manager.object_groups))
+    chunks = size.chunks(name, chunk, sum(engine.object_nbytes(group) for group in groups))
     group_blocks = {
         info.engine_group_id: chunks * chunk // info.tokens_per_block for info in probe.infos
     }

@@ -41,16 +41,16 @@ def lmcache_copy(case: CopyCase, copy: GroupCopy, direction: Direction, threads:
     """
     native = importlib.import_module("lmcache.lmcache_native")
     operation = importlib.import_module("lmcache").device_ops.multi_layer_block_kv_transfer
-    arguments = _lmcache_arguments(case, copy, native)
     way = native.TransferDirection
     towards = way.D2H if direction is Direction.STORE else way.H2D
 
-    def run() -> None:
-        torch.set_num_threads(threads)
-        pages, objects, ids, device, shape, chunk_slots, fmt = arguments
-        operation(pages, objects, ids, device, towards, shape, chunk_slots, fmt, 0)
-
     try:
+        pages, objects, ids, device, shape, chunk_slots, fmt = _arguments(case, copy, native)
+
+        def run() -> None:
+            torch.set_num_threads(threads)
+            operation(pages, objects, ids, device, towards, shape, chunk_slots, fmt, 0)
+
         run()
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -60,7 +60,7 @@ def lmcache_copy(case: CopyCase, copy: GroupCopy, direction: Direction, threads:
     return run
 
 
-def _lmcache_arguments(case: CopyCase, copy: GroupCopy, native: Any) -> tuple[Any, ...]:
+def _arguments(case: CopyCase, copy: GroupCopy, native: Any) -> tuple[Any, ...]:
     info = case.info(copy.kernel_group_index)
     shape = info.shape_desc
     kept = case.engine.layout.groups[copy.kernel_group_index].kept_blocks

@@ -9,7 +9,13 @@ import torch
 from typer.testing import CliRunner
 
 from hma_triton.cli.bench_copy import app
-from hma_triton.cli.copy_case import Register, make_case, model_registration, shape_registration
+from hma_triton.cli.copy_case import (
+    Register,
+    RequestSize,
+    make_case,
+    model_registration,
+    shape_registration,
+)
 from hma_triton.cli.copy_peers import lmcache_copy
 from hma_triton.errors import UnsupportedLayoutError
 from hma_triton.kernels.addressing import Direction
@@ -19,15 +25,14 @@ SHAPES = "(2,9,16,2,64):bfloat16:3;(1,9,32,1,576):uint8:2"
 CASES: dict[str, tuple[Register, int]] = {
     "shapes": (partial(shape_registration, SHAPES), 512),
     "heads first, windows": (partial(model_registration, "gpt-oss-20b", "cuda100"), 256),
-    "states": (partial(model_registration, "zamba2-7b", "cpu"), 0),
+    "states": (partial(model_registration, "qwen3.5-0.8b", "cpu"), 1280),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bytes_move(name: str) -> None:
     register, tokens = CASES[name]
-    chunk = None if tokens == 0 else tokens
-    case = make_case(name, register, chunk, 1, "token_major")
+    case = make_case(name, register, RequestSize(tokens), 1, "token_major")
     before = case.pool.clone()
     copier = CpuCopier(1)
     for group in case.groups:
@@ -47,7 +52,7 @@ def test_the_same_bytes_move(name: str) -> None:
 
 
 def test_what_lmcache_cannot_move_is_a_reason_and_no_number() -> None:
-    case = make_case("s", partial(shape_registration, SHAPES), 512, 1, "opaque")
+    case = make_case("s", partial(shape_registration, SHAPES), RequestSize(512), 1, "opaque")
     narrow = [held[:-1] for held in case.groups[0].objects]
     broken = type(case.groups[0])(0, case.groups[0].block_ids, case.groups[0].blocks, tuple(narrow))
     with pytest.raises(UnsupportedLayoutError, match="LMCache cannot move kernel group 0: "):

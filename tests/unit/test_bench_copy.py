@@ -12,7 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 from hma_triton.cli.bench_copy import app
-from hma_triton.cli.copy_case import make_case, model_registration, shape_registration
+from hma_triton.cli.copy_case import (
+    RequestSize,
+    make_case,
+    model_registration,
+    shape_registration,
+)
 from hma_triton.cli.copy_rows import CopyRow, MachineFacts, geometric_mean, percentiles_ms
 from hma_triton.cli.copy_run import check_bytes, measure
 from hma_triton.errors import ConfigError, TransferError
@@ -104,7 +109,11 @@ def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
 
 def test_a_request_of_a_model_is_what_its_windows_keep() -> None:
     case = make_case(
-        "m", lambda blocks: model_registration("gemma-3-4b-it", "cpu", blocks), 512, 1, "opaque"
+        "m",
+        lambda blocks: model_registration("gemma-3-4b-it", "cpu", blocks),
+        RequestSize(512),
+        1,
+        "opaque",
     )
     layout = case.engine.layout
     for group in case.groups:
@@ -134,7 +143,9 @@ class _Wrong(CpuCopier):
 
 
 def test_wrong_bytes_are_never_timed() -> None:
-    case = make_case("s", lambda blocks: shape_registration(SHAPES, blocks), 256, 1, "opaque")
+    case = make_case(
+        "s", lambda blocks: shape_registration(SHAPES, blocks), RequestSize(256), 1, "opaque"
+    )
     check_bytes(case, CpuCopier(1))
     with pytest.raises(TransferError, match=r"s, kernel group 0: block .* differs from the ref"):
         check_bytes(case, _Wrong(1))
@@ -142,7 +153,9 @@ def test_wrong_bytes_are_never_timed() -> None:
 
 
 def test_measured_retrieve_brings_back_what_store_saved() -> None:
-    case = make_case("s", lambda blocks: shape_registration(SHAPES, blocks), 256, 1, "opaque")
+    case = make_case(
+        "s", lambda blocks: shape_registration(SHAPES, blocks), RequestSize(256), 1, "opaque"
+    )
     before = case.pool.clone()
     copier = CpuCopier(2)
     found = list(measure(case, copier, frozenset(), 1, lambda: None, pytest.fail))
@@ -153,6 +166,16 @@ def test_measured_retrieve_brings_back_what_store_saved() -> None:
     assert torch.equal(case.pool, before)
     copier.close()
     case.engine.close()
+
+
+def test_a_request_by_its_size() -> None:
+    assert RequestSize(None, 1000).chunks("m", 256, 300) == 4
+    assert RequestSize(None, 1).chunks("m", 256, 300) == 1
+    assert RequestSize(767).chunks("m", 256, 300) == 2
+    out = run("--kvcache-shape-spec", SHAPES, "--mib", "2", "--repeats", "1", "--threads", "1")
+    whole = next(line.split() for line in out.splitlines() if " all " in line)
+    # four chunks are the first that make 2 MiB
+    assert whole[5] == f"{4 * sum(GROUP_BYTES) / 1e6:.1f}"
 
 
 def test_percentiles_and_means() -> None:
