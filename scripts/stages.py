@@ -52,6 +52,8 @@ STAGES = (
     Stage("format", ("-m", "ruff", "format", "--check"), 60),
     Stage("mypy", ("-m", "mypy"), 300),
     Stage("unit", (*PYTEST, "tests/unit", *HOUSE), 600),
+    # The measuring suites as plain tests, so that they do not rot.
+    Stage("bench", ("-m", "pytest", "-q", "bench", "--benchmark-disable"), 300),
     Stage("kernels", (*PYTEST, "tests/kernels"), 600),
     Stage("interpreted", (*PYTEST, "tests/interpreted"), 600, {"TRITON_INTERPRET": "1"}),
     Stage("compiled", (*PYTEST, "tests/compiled"), 600),

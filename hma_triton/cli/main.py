@@ -59,6 +59,7 @@ BENCHMARKS = (
     Subcommand("copy", "bench_copy", "Measure the copy of paged pools on this CPU."),
     Subcommand("compile", "bench_compile", "Compile every kernel variant, without a GPU."),
     Subcommand("server", "bench_server", "Measure the server's round trips."),
+    Subcommand("lmcache", "bench_lmcache", "Measure our transfers inside LMCache beside its own."),
     Subcommand("gpu", "bench_gpu", "Check and measure everything on one GPU."),
     Subcommand("e2e", "bench_e2e", "Measure time to first token on a real engine."),
 )
