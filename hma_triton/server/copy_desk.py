@@ -13,7 +13,7 @@ from hma_triton.objects.leases import LeaseTable
 from hma_triton.objects.store import ObjectStore
 from hma_triton.server.copy_pool import CopyPool
 from hma_triton.server.jobs import Job, RetrieveJob, StoreJob
-from hma_triton.server.registration import Registration, RegistrationTable
+from hma_triton.server.registration import Registration
 from hma_triton.stop_points import reach
 
 log = logging.getLogger("hma_triton.server")
@@ -27,14 +27,12 @@ class CopyDesk:
         config: ServerConfig,
         store: ObjectStore,
         leases: LeaseTable,
-        registrations: RegistrationTable,
         metrics: Metrics,
         send: Callable[[bytes, m.Reply], None],
         later: Callable[[Callable[[], None]], None],
     ) -> None:
         self._store = store
         self._leases = leases
-        self._registrations = registrations
         self._metrics = metrics
         self._send = send
         self._later = later
@@ -210,7 +208,7 @@ class CopyDesk:
     def _count_copy(self, job: Job, direction: str, group_objects: list[int]) -> None:
         if not job.ended_ns:
             return
-        path = job.registration.engine.backend
+        path = job.path or job.registration.engine.backend
         sizes = job.registration.shape.object_nbytes
         for group, objects in enumerate(group_objects):
             if objects:

@@ -11,8 +11,8 @@ import msgspec
 from hma_triton import messages as m
 from hma_triton.config import SAMPLE_EVERY, ServerConfig
 from hma_triton.cpu_event import ImportedCpuEvent
-from hma_triton.errors import ConfigError, RemoteError, UnsupportedLayoutError
-from hma_triton.handles import CpuEventHandle, EventHandle, ShmHandle
+from hma_triton.errors import ConfigError, RemoteError
+from hma_triton.handles import CpuEventHandle, CudaEventHandle, EventHandle, ShmHandle
 from hma_triton.metrics import Metrics, reason_label
 from hma_triton.objects.arena import Arena
 from hma_triton.objects.leases import LeaseTable
@@ -22,9 +22,10 @@ from hma_triton.process_identity import check_same_kernel, this_process
 from hma_triton.server.copy_desk import CopyDesk
 from hma_triton.server.jobs import RetrieveJob, StoreJob
 from hma_triton.server.peers import Peer, PeerTable
-from hma_triton.server.registrar import Registrar
+from hma_triton.server.registrar import Later, Registrar
 from hma_triton.server.registration import IdArrays, Registration, RegistrationTable
 from hma_triton.stop_points import reach
+from hma_triton.tensor_ipc_cuda import ImportedEvent
 
 log = logging.getLogger("hma_triton.server")
 Send = Callable[[bytes, m.Reply], None]
@@ -43,14 +44,13 @@ class Handlers:
         server_id: str,
         arena: Arena,
         send: Send,
-        later: Callable[[Callable[[], None]], None],
+        later: Later,
         snapshot: Callable[[], dict[str, object]],
     ) -> None:
         self.config = config
         self._server_id = server_id
         self._arena = arena
         self._send = send
-        self._later = later
         self._snapshot = snapshot
         self.metrics = Metrics(snapshot)
         self.store = ObjectStore(
@@ -60,7 +60,7 @@ class Handlers:
         self.peers = PeerTable(config.max_peers)
         self.registrations = RegistrationTable(config.max_registrations)
         self.desk = CopyDesk(
-            config, self.store, self.leases, self.registrations, self.metrics, send, later
+            config, self.store, self.leases, self.metrics, send, lambda work: later(work, None)
         )
         self.registrar = Registrar(
             config, self.store, self.peers, self.registrations, self.desk, send, later
@@ -269,13 +269,16 @@ class Handlers:
         self.desk.submit(job)
         return None
 
-    def _event(self, peer: Peer, handle: EventHandle | None) -> ImportedCpuEvent | None:
+    def _event(
+        self, peer: Peer, handle: EventHandle | None
+    ) -> ImportedCpuEvent | ImportedEvent | None:
         if handle is None:
             return None
-        if not isinstance(handle, CpuEventHandle):
-            raise UnsupportedLayoutError("a CUDA event with a CPU pool")
-        _check_owner(handle.segment, peer)
-        return ImportedCpuEvent(handle)
+        if isinstance(handle, CpuEventHandle):
+            _check_owner(handle.segment, peer)
+            return ImportedCpuEvent(handle)
+        _check_owner(handle, peer)
+        return ImportedEvent(handle, this_process())
 
     def close(self) -> None:
         """End the control threads; pools still mapped go with the process."""
@@ -283,10 +286,10 @@ class Handlers:
         self.peers.close()
 
 
-def _check_owner(segment: ShmHandle, peer: Peer) -> None:
-    if segment.owner != peer.process:
+def _check_owner(named: ShmHandle | CudaEventHandle, peer: Peer) -> None:
+    if named.owner != peer.process:
         raise ConfigError(
-            f"a segment of process {segment.owner.pid} named by process {peer.process.pid}"
+            f"memory or event of process {named.owner.pid} named by process {peer.process.pid}"
         )
 
 

@@ -19,6 +19,7 @@ from hma_triton.objects.arena import Arena
 from hma_triton.objects.store import Reading, Reservation
 from hma_triton.server.registration import IdArrays, Registration
 from hma_triton.stop_points import reach
+from hma_triton.tensor_ipc_cuda import ImportedEvent
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +31,7 @@ class Job:
     registration: Registration
     block_ids: IdArrays
     deadline_ns: int
-    event: ImportedCpuEvent | None
+    event: ImportedCpuEvent | ImportedEvent | None
     arena: Arena
     submitted_ns: int
     started: bool = False
@@ -38,6 +39,8 @@ class Job:
     abort_waiters: list[tuple[bytes, int]] = field(default_factory=list)
     nbytes: int = 0
     seconds: float = 0.0
+    # how the bytes went, for the metrics; empty when none did
+    path: str = ""
     ended_ns: int = 0
     code: str = ""
     message: str = ""
@@ -86,7 +89,7 @@ class StoreJob(Job):
         result = self.registration.engine.store_addresses(
             self.block_ids, self.reservation.addresses
         )
-        self.nbytes, self.seconds = result.nbytes, result.seconds
+        self.nbytes, self.seconds, self.path = result.nbytes, result.seconds, result.backend
         if result.skipped:
             self.fail(ErrorCode.TRANSFER, f"objects {result.skipped[:4]} were left out")
         if self.wants_checksums:
@@ -126,5 +129,5 @@ class RetrieveJob(Job):
         result = self.registration.engine.retrieve_addresses(
             self.block_ids, self.reading.addresses, skip_tokens=self.skip_tokens
         )
-        self.nbytes, self.seconds = result.nbytes, result.seconds
+        self.nbytes, self.seconds, self.path = result.nbytes, result.seconds, result.backend
         reach("server.retrieve.copied")

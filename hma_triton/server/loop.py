@@ -31,6 +31,8 @@ from hma_triton.server.status import snapshot
 
 log = logging.getLogger("hma_triton.server")
 
+Asker = tuple[bytes, int]
+
 _FRAMES_PER_TURN = 64
 _RECEIVE_LIMIT = 16
 _SEND_LIMIT = 4096
@@ -51,12 +53,19 @@ class CacheServer:
         self.config = config
         self.server_id = uuid.uuid4().hex
         self._started_ns = time.monotonic_ns()
-        self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._callbacks: queue.SimpleQueue[tuple[Callable[[], None], Asker | None]] = (
+            queue.SimpleQueue()
+        )
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._decoder = m.RequestDecoder()
         self._stopping = False
         self._parent = _watch_parent(config.parent_pid)
-        arena = Arena(config.host_bytes)
+        arena = Arena(
+            config.host_bytes,
+            hugepages=config.hugepages,
+            numa_node=config.numa_node,
+            touch=config.touch_arena,
+        )
         self.handlers = Handlers(
             config, self.server_id, arena, self._send, self.call_later, self.snapshot
         )
@@ -93,9 +102,12 @@ class CacheServer:
             os.umask(old_mask)
         return socket
 
-    def call_later(self, callback: Callable[[], None]) -> None:
-        """Run `callback` on the loop's thread; from any thread."""
-        self._callbacks.put(callback)
+    def call_later(self, callback: Callable[[], None], asker: Asker | None = None) -> None:
+        """Run `callback` on the loop's thread; from any thread.
+
+        When it raises, `asker` (identity, seq) gets the error for an answer.
+        """
+        self._callbacks.put((callback, asker))
         os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
@@ -160,7 +172,11 @@ class CacheServer:
         except BlockingIOError:
             return
         for _ in range(self._callbacks.qsize()):
-            self._callbacks.get_nowait()()
+            callback, asker = self._callbacks.get_nowait()
+            seq = 0 if asker is None else asker[1]
+            error = self._guarded(seq, callback)
+            if error is not None and asker is not None:
+                self._answer(asker[0], error)
 
     def _process_ended(self, process: ProcessRef) -> None:
         for peer in self.handlers.peers.of_process(process):
@@ -188,17 +204,21 @@ class CacheServer:
                 self._answer(identity, reply)
 
     def _carry_out(self, identity: bytes, request: m.Request) -> m.Reply | None:
+        return self._guarded(request.seq, lambda: self.handlers.handle(identity, request))
+
+    def _guarded(self, seq: int, work: Callable[[], m.Reply | None]) -> m.Reply | None:
+        """What `work` gives, or the error that answers the request it was done for."""
         try:
-            return self.handlers.handle(identity, request)
+            return work()
         except RemoteError as error:
-            return _error_reply(request.seq, error.code, str(error))
+            return _error_reply(seq, error.code, str(error))
         except HmaError as error:
-            return _error_reply(request.seq, _code_of(error).value, str(error))
+            return _error_reply(seq, _code_of(error).value, str(error))
         except Exception as error:
             # whatever it is, it costs the sender an error and the others nothing
-            log.exception("request %s failed", type(request).__name__)
+            log.exception("request seq=%d failed", seq)
             message = f"{type(error).__name__}: {error}"
-            return _error_reply(request.seq, m.ErrorCode.INTERNAL.value, message)
+            return _error_reply(seq, m.ErrorCode.INTERNAL.value, message)
 
     def _answer(self, identity: bytes, reply: m.Reply) -> None:
         if isinstance(reply, m.ErrorReply):

@@ -8,13 +8,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from hma_triton import messages as m
 from hma_triton.config import ServerConfig
-from hma_triton.errors import CapacityError, ConfigError, RemoteError
+from hma_triton.errors import CapacityError, ConfigError, HmaError, RemoteError
 from hma_triton.objects.store import ObjectStore
 from hma_triton.server.copy_desk import CopyDesk
 from hma_triton.server.peers import Peer, PeerTable
+from hma_triton.server.pinned_arena import PinnedArena
 from hma_triton.server.registration import Registration, RegistrationTable, build_registration
 
 log = logging.getLogger("hma_triton.server")
+
+# (callback, who gets the error when it raises: identity and seq)
+Later = Callable[[Callable[[], None], tuple[bytes, int] | None], None]
 
 
 class Registrar:
@@ -28,7 +32,7 @@ class Registrar:
         registrations: RegistrationTable,
         desk: CopyDesk,
         send: Callable[[bytes, m.Reply], None],
-        later: Callable[[Callable[[], None]], None],
+        later: Later,
     ) -> None:
         self._config = config
         self._store = store
@@ -37,6 +41,7 @@ class Registrar:
         self._desk = desk
         self._send = send
         self._later = later
+        self._pinned = PinnedArena(store.arena)
         self._control = ThreadPoolExecutor(2, thread_name_prefix="hma-control")
 
     def register(self, peer: Peer, request: m.RegisterKVCache) -> None:
@@ -52,37 +57,26 @@ class Registrar:
                     f"a storage of process {handle.owner.pid} was registered by process "
                     f"{peer.process.pid}; every process registers its own"
                 )
-        if request.engine_group_infos and any(
-            position >= len(request.engine_group_infos) for position in request.replicated_infos
-        ):
-            raise ConfigError(f"replicated infos {request.replicated_infos} are not all there")
-        future = self._control.submit(build_registration, request, peer.identity, self._config)
+        future = self._control.submit(
+            build_registration, request, peer.identity, self._config, self._pinned
+        )
         future.add_done_callback(
-            lambda done: self._later(lambda: self._registered(peer, request, done))
+            lambda done: self._later(
+                lambda: self._registered(peer, request, done), (peer.identity, request.seq)
+            )
         )
 
     def _registered(
         self, peer: Peer, request: m.RegisterKVCache, built: Future[Registration]
     ) -> None:
-        error = built.exception()
         try:
-            if error is not None:
-                raise error
             registration = built.result()
-            try:
-                if self._peers.get(peer.identity) is not peer:
-                    raise ConfigError(f"process {peer.process.pid} left while it registered")
-                self._registrations.check_room(request)
-                self._store.namespace(registration.fingerprint, registration.shape)
-                replaced = self._registrations.add(registration)
-            except BaseException:
-                self._release_pool(registration)
-                raise
+            replaced = self._enter(peer, request, registration)
         except RemoteError as refused:
             self._refuse(peer, request.seq, refused.code, str(refused))
         except CapacityError as refused:
             self._refuse(peer, request.seq, m.ErrorCode.CAPACITY.value, str(refused))
-        except (ValueError, RuntimeError, TypeError, OSError, MemoryError) as refused:
+        except (HmaError, RuntimeError, OSError) as refused:
             self._refuse(peer, request.seq, m.ErrorCode.BAD_REGISTRATION.value, str(refused))
         else:
             if replaced is not None:
@@ -95,6 +89,23 @@ class Registrar:
                 registration.fingerprint.hex()[:16],
             )
             self._send(peer.identity, self._register_reply(request.seq, registration))
+
+    def _enter(
+        self, peer: Peer, request: m.RegisterKVCache, registration: Registration
+    ) -> Registration | None:
+        """Take the pool into service; gives the one it replaces. Releases it when it may not."""
+        entered = False
+        try:
+            if self._peers.get(peer.identity) is not peer:
+                raise ConfigError(f"process {peer.process.pid} left while it registered")
+            self._registrations.check_room(request)
+            self._store.namespace(registration.fingerprint, registration.shape)
+            replaced = self._registrations.add(registration)
+            entered = True
+            return replaced
+        finally:
+            if not entered:
+                self._release_pool(registration)
 
     def _refuse(self, peer: Peer, seq: int, code: str, why: str) -> None:
         log.warning("registration refused pid=%d code=%s: %s", peer.process.pid, code, why)

@@ -12,8 +12,9 @@ from hma_triton.config import ServerConfig
 from hma_triton.engine import TransferEngine
 from hma_triton.errors import ConfigError, RemoteError
 from hma_triton.keys import EngineFacts, KernelGroupKey, KeyFields, fingerprint
-from hma_triton.messages import ErrorCode, RegisterKVCache
+from hma_triton.messages import MAX_INFOS, ErrorCode, RegisterKVCache
 from hma_triton.objects.namespace import NamespaceShape
+from hma_triton.server.pinned_arena import PinnedArena
 from hma_triton.tensor_ipc import ImportedCaches, import_kv_caches
 
 IdArrays = list[npt.NDArray[np.int64]]
@@ -93,15 +94,14 @@ class Registration:
 
 
 def build_registration(
-    request: RegisterKVCache, owner: bytes, config: ServerConfig
+    request: RegisterKVCache, owner: bytes, config: ServerConfig, pinned: PinnedArena
 ) -> Registration:
     """Map the pool and make its engine; takes seconds when a copy path has to be compiled.
 
     Raises:
         HmaError: a pool, layout, group or setting that cannot be served, by name.
     """
-    if request.rank >= request.world_size:
-        raise ConfigError(f"rank {request.rank} of a world of {request.world_size}")
+    _check_infos(request)
     facts = EngineFacts.from_wire(request.facts)
     separate = request.separate_object_groups
     caches = import_kv_caches(request.storages, request.kv_caches)
@@ -119,6 +119,7 @@ def build_registration(
             null_block_id=request.null_block_id,
             threads=config.copier_threads,
             engine_type=request.engine_type,
+            pinned_host=pinned.for_device(caches.device),
         )
     except BaseException:
         caches.close()
@@ -134,6 +135,35 @@ def build_registration(
         fingerprint=fingerprint(_key_fields(request, engine, shape, facts)),
         shape=shape,
     )
+
+
+def _check_infos(request: RegisterKVCache) -> None:
+    """Raise ConfigError for numbers that could make this process work or take memory for nothing.
+
+    Whether the infos fit the tensors is the manager's to say.
+    """
+    if request.rank >= request.world_size:
+        raise ConfigError(f"rank {request.rank} of a world of {request.world_size}")
+    layers, infos = len(request.kv_caches), request.engine_group_infos
+    if any(position >= len(infos) for position in request.replicated_infos):
+        raise ConfigError(f"replicated infos {request.replicated_infos}: {len(infos)} are there")
+    for position, info in enumerate(infos):
+        # engine groups are numbered densely, so none has a number beyond this
+        if not 0 <= info.engine_group_id < MAX_INFOS:
+            raise ConfigError(
+                f"info {position}: engine group {info.engine_group_id}; groups are numbered from "
+                f"0, and there are at most {MAX_INFOS}"
+            )
+        if len(info.layer_indices) > layers:
+            raise ConfigError(
+                f"info {position} names {len(info.layer_indices)} layers; {layers} are registered"
+            )
+        for name in ("tokens_per_block", "sw_size_tokens", "extra_object_group_tag"):
+            value = getattr(info, name)
+            if not -1 <= value < 1 << 31:
+                raise ConfigError(
+                    f"info {position}: {name} {value} is outside -1 to {(1 << 31) - 1}"
+                )
 
 
 def _shape_of(request: RegisterKVCache, engine: TransferEngine) -> NamespaceShape:
