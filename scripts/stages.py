@@ -54,7 +54,8 @@ STAGES = (
     Stage("unit", (*PYTEST, "tests/unit", *HOUSE), 600),
     # The measuring suites as plain tests, so that they do not rot.
     Stage("bench", ("-m", "pytest", "-q", "bench", "--benchmark-disable"), 300),
-    Stage("kernels", (*PYTEST, "tests/kernels"), 600),
+    # Those that need a device are collected, and deselected where there is none.
+    Stage("kernels", (*PYTEST, "tests/kernels", "tests/gpu"), 600),
     Stage("interpreted", (*PYTEST, "tests/interpreted"), 600, {"TRITON_INTERPRET": "1"}),
     Stage("compiled", (*PYTEST, "tests/compiled"), 600),
     Stage("server", (*PYTEST, "tests/server"), 900),
