@@ -85,6 +85,10 @@ class Bitmap:
         size = min(self._size, other._size)
         return Bitmap.of(size, self._bits & other._bits)
 
+    def __or__(self, other: Bitmap) -> Bitmap:
+        size = min(self._size, other._size)
+        return Bitmap.of(size, self._bits | other._bits)
+
     def __invert__(self) -> Bitmap:
         return Bitmap.of(self._size, ~self._bits)
 
