@@ -56,12 +56,31 @@ class LayoutHints(msgspec.Struct, frozen=True, omit_defaults=True):
     num_kv_heads: int = 0
     head_size: int = 0
 
+    def to_wire(self) -> dict[str, str]:
+        """What is known, as strings for a registration message; ``edits`` go with the facts.
+
+        :func:`as_layout_hints` takes them back. A tuple whose values are all the same is one value.
+        """
+        wire: dict[str, str] = {}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name == "edits" or not value:
+                continue
+            if isinstance(value, tuple):
+                value = value[:1] if len(set(value)) == 1 else value
+            wire[name] = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        return wire
+
+
+_TEXT_FIELDS = ("kv_layout", "kv_list_layout")
+_TUPLE_FIELDS = ("slots_per_block", "tokens_per_block", "formats", "edits")
+
 
 def as_layout_hints(hints: LayoutHints | Mapping[str, Any] | str | None) -> LayoutHints:
-    """Hints from any form a caller may have: our struct, LMCache's dict, a layout name, nothing.
+    """Hints from any form a caller may have: our struct, what it wrote, LMCache's dict, a name.
 
     Raises:
-        GeometryError: a key that no hint has.
+        GeometryError: a key that no hint has, or a value of the wrong kind.
     """
     if hints is None:
         return LayoutHints()
@@ -77,12 +96,24 @@ def as_layout_hints(hints: LayoutHints | Mapping[str, Any] | str | None) -> Layo
         raise GeometryError(
             f"layout hints {unknown} are unknown; there are {list(LayoutHints.__struct_fields__)}"
         )
-    for name in ("slots_per_block", "tokens_per_block", "formats", "edits"):
+    for name, value in fields.items():
+        if isinstance(value, str) and name not in _TEXT_FIELDS and value[:1] in set("[0123456789"):
+            fields[name] = _decoded(name, value)
+    for name in _TUPLE_FIELDS:
         if isinstance(fields.get(name), (int, str)):
             fields[name] = (fields[name],)
-        elif name in fields:
-            fields[name] = tuple(fields[name])
-    return LayoutHints(**fields)
+    try:
+        return msgspec.convert(fields, LayoutHints)
+    except msgspec.ValidationError as error:
+        raise GeometryError(f"layout hints: {error}") from error
+
+
+def _decoded(name: str, text: str) -> Any:
+    """A number or a list of a registration message."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise GeometryError(f"layout hint {name}: {text[:80]!r} is no JSON") from error
 
 
 def memory_order(kv_layout: str | None) -> str | None:

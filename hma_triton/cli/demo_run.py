@@ -70,7 +70,6 @@ class DemoRun:
         self.pool = pool
         self.chunk_tokens = chunk_tokens
         self._client = client
-        layout = pool.layout_hints.kv_layout
         client.connect()
         client.register_kv_caches(
             _INSTANCE,
@@ -78,7 +77,7 @@ class DemoRun:
             model_name,
             1,
             "vllm",
-            {} if layout is None else {"kv_layout": layout},
+            pool.layout_hints.to_wire(),
             pool.infos,
             chunk_tokens=chunk_tokens,
         )

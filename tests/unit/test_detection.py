@@ -314,7 +314,47 @@ def test_hints_come_in_every_form() -> None:
     )
     with pytest.raises(GeometryError, match=r"\['kv_layuot'\] are unknown"):
         as_layout_hints({"kv_layuot": "NHD"})
+    for value in ("[4,", "[4.5]", "[-"):
+        with pytest.raises(GeometryError, match=r"slots_per_block|layout hints"):
+            as_layout_hints({"slots_per_block": value})
+    with pytest.raises(GeometryError, match="layout hints: Expected"):
+        as_layout_hints({"num_kv_heads": "many"})
     with pytest.raises(GeometryError, match="slots_per_block has 2 entries for 3 layers"):
         detect([torch.zeros(5, 4, 3)] * 3, given)
     with pytest.raises(GeometryError, match="no caches"):
         detect([])
+
+
+def test_hints_travel_as_strings() -> None:
+    hints = LayoutHints(
+        kv_layout="BLHNC",
+        slots_per_block=(64, 2, 0),
+        formats=("", "NL_X_NB_BS_HS", ""),
+        tokens_per_block=(256, 256, 256),
+        edits=("", "kernel pages of 32 as bytes", ""),
+        kv_list_layout="unified",
+        num_kv_heads=8,
+        head_size=128,
+    )
+    wire = hints.to_wire()
+    assert wire == {
+        "kv_layout": "BLHNC",
+        "slots_per_block": "[64,2,0]",
+        "formats": '["","NL_X_NB_BS_HS",""]',
+        "tokens_per_block": "[256]",
+        "kv_list_layout": "unified",
+        "num_kv_heads": "8",
+        "head_size": "128",
+    }
+    back = as_layout_hints(wire)
+    assert back == LayoutHints(
+        kv_layout="BLHNC",
+        slots_per_block=(64, 2, 0),
+        formats=("", "NL_X_NB_BS_HS", ""),
+        tokens_per_block=(256,),
+        kv_list_layout="unified",
+        num_kv_heads=8,
+        head_size=128,
+    )
+    assert LayoutHints().to_wire() == {}
+    assert as_layout_hints({"formats": "NL_X_NB_BS_HS"}).formats == ("NL_X_NB_BS_HS",)
