@@ -42,6 +42,9 @@ class ServerConfig:
     metrics_port: int | None = None
     parent_pid: int | None = None
     curve_key_file: Path | None = None
+    hugepages: str = "off"
+    numa_node: int | None = None
+    touch_arena: bool = False
 
     def __post_init__(self) -> None:
         if self.verify not in VERIFY_MODES:

@@ -176,6 +176,7 @@ def _map_shared(nbytes: int, hugepages: str) -> mmap.mmap:
     try:
         fd = os.memfd_create("hma-arena", flags)
         try:
+            os.fchmod(fd, 0o600)
             os.ftruncate(fd, nbytes)
             mapping = mmap.mmap(fd, nbytes)
         finally:

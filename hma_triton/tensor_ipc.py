@@ -1,4 +1,5 @@
 """Pools shared between processes: a storage is re-homed in place, its peer maps the same bytes.
+CUDA storages stay where they are and are named by `tensor_ipc_cuda`.
 
 CPU storages move into an unlinked shared-memory segment of mode 0600, one per storage, so that
 every view of them (the engine's own too) moves along and keeps its offset, and nothing stays behind
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hma_triton.cuda_driver import CudaDriver
 from hma_triton.errors import CapacityError, ProtocolError, UnsupportedLayoutError
 from hma_triton.handles import (
     MAX_LAYERS,
@@ -27,6 +29,7 @@ from hma_triton.handles import (
     TensorHandle,
 )
 from hma_triton.process_identity import check_same_kernel, start_ticks, this_process
+from hma_triton.tensor_ipc_cuda import CudaStorages, export_storage
 
 _SHM_DIRECTORY = "/dev/shm"
 _DTYPES = {
@@ -70,6 +73,12 @@ def share_storage(storage: torch.UntypedStorage) -> ShmHandle:
     )
 
 
+def _name_storage(storage: torch.UntypedStorage) -> StorageHandle:
+    if storage.device.type != "cuda":
+        return share_storage(storage)
+    return export_storage(storage, this_process(), CudaDriver(storage.device.index or 0))
+
+
 def _check_room(nbytes: int) -> None:
     try:
         filesystem = os.statvfs(_SHM_DIRECTORY)
@@ -90,7 +99,9 @@ def export_kv_caches(
 
     Raises:
         CapacityError: shared memory is too small.
-        UnsupportedLayoutError: a layer that is no strided CPU tensor; names it.
+        UnsupportedLayoutError: a layer that is no strided tensor, or memory that another process
+            cannot map; names it.
+        ConfigError: a CUDA tensor without CUDA bindings.
     """
     handles: list[StorageHandle] = []
     positions: dict[int, int] = {}
@@ -106,7 +117,7 @@ def export_kv_caches(
             identity = storage._cdata
             if identity not in positions:
                 try:
-                    handles.append(share_storage(storage))
+                    handles.append(_name_storage(storage))
                 except UnsupportedLayoutError as error:
                     raise UnsupportedLayoutError(f"layer {name!r}: {error}") from error
                 positions[identity] = len(handles) - 1
@@ -157,6 +168,14 @@ def map_segment(handle: ShmHandle) -> mmap.mmap:
         os.close(fd)
 
 
+def device_of(kv_caches: KVCaches) -> torch.device:
+    """Where the first cache is; the transfer engine checks that the others are there too."""
+    for cache in kv_caches.values():
+        for tensor in [cache] if isinstance(cache, torch.Tensor) else cache:
+            return tensor.device
+    return torch.device("cpu")
+
+
 @dataclass(slots=True)
 class ImportedCaches:
     """Views of a peer's caches, by layer name in registration order."""
@@ -164,11 +183,18 @@ class ImportedCaches:
     kv_caches: dict[str, Any]
     nbytes: int
     _segments: list[mmap.mmap] = field(default_factory=list)
+    _cuda: CudaStorages | None = None
 
     def close(self) -> None:
-        """Let go of the mappings; they end with the last view."""
+        """Let go of the mappings; those of CPU pools end with the last view.
+
+        Raises:
+            TransferError: the driver refuses to unmap a CUDA pool.
+        """
         self.kv_caches = {}
         self._segments = []
+        if self._cuda is not None:
+            self._cuda.close()
 
 
 def import_kv_caches(
@@ -178,19 +204,28 @@ def import_kv_caches(
 
     Raises:
         ProtocolError: a view outside its segment, an unknown dtype; names the layer.
-        ConfigError, ServerUnavailableError: see `map_segment`.
-        UnsupportedLayoutError: a device storage on a server without that device.
+        ConfigError, ServerUnavailableError: see `map_segment`; a device that is not visible here.
+        TransferError: a CUDA pool that cannot be mapped. Nothing stays mapped after an error.
     """
-    segments: list[mmap.mmap] = []
-    bases: list[torch.UntypedStorage] = []
-    for handle in storages:
-        if isinstance(handle, CudaIpcHandle):
-            raise UnsupportedLayoutError(
-                f"a pool on GPU {handle.device_uuid}: this server serves CPU pools"
-            )
-        segment = map_segment(handle)
-        segments.append(segment)
-        bases.append(torch.frombuffer(segment, dtype=torch.uint8).untyped_storage())
+    cuda = CudaStorages(this_process())
+    try:
+        segments: list[mmap.mmap] = []
+        bases: list[torch.UntypedStorage] = []
+        for handle in storages:
+            if isinstance(handle, CudaIpcHandle):
+                bases.append(cuda.open(handle).untyped_storage())
+                continue
+            segment = map_segment(handle)
+            segments.append(segment)
+            bases.append(torch.frombuffer(segment, dtype=torch.uint8).untyped_storage())
+        caches = _views(layers, bases)
+    except BaseException:
+        cuda.close()
+        raise
+    return ImportedCaches(caches, sum(base.nbytes() for base in bases), segments, cuda)
+
+
+def _views(layers: Sequence[LayerHandle], bases: Sequence[torch.UntypedStorage]) -> dict[str, Any]:
     caches: dict[str, Any] = {}
     for layer in layers:
         if layer.name in caches:
@@ -199,7 +234,7 @@ def import_kv_caches(
         if not layer.is_list and len(views) != 1:
             raise ProtocolError(f"layer {layer.name!r}: {len(views)} tensors where one is needed")
         caches[layer.name] = views if layer.is_list else views[0]
-    return ImportedCaches(caches, sum(len(segment) for segment in segments), segments)
+    return caches
 
 
 def _rebuild(
@@ -225,4 +260,5 @@ def _rebuild(
             f"layer {name!r}: element {last} of {dtype.itemsize} bytes lies outside its segment "
             f"of {base.nbytes()} bytes"
         )
-    return torch.empty(0, dtype=dtype).set_(base, handle.offset, handle.shape, handle.strides)
+    empty = torch.empty(0, dtype=dtype, device=base.device)
+    return empty.set_(base, handle.offset, handle.shape, handle.strides)

@@ -8,6 +8,7 @@ needs none of this.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from hma_triton.cuda_driver import IPC_HANDLE_BYTES, CudaCallError, CudaDriver
 from hma_triton.errors import ConfigError, ProtocolError, TransferError, UnsupportedLayoutError
 from hma_triton.handles import CudaEventHandle, CudaIpcHandle, ProcessRef
+from hma_triton.process_identity import this_process
 
 DriverOf = Callable[[int], CudaDriver]
 Wrap = Callable[[int, int, int], torch.Tensor]
@@ -190,6 +192,9 @@ class ImportedEvent:
         _check_handle(handle, me)
         self._driver = driver_of(driver_of(0).index_of(handle.device_uuid))
         self._event: int | None = self._driver.open_ipc_event(handle.handle)
+        self._release = weakref.finalize(self, self._driver.destroy_event, self._event)
+        # at the end of the process the driver goes first
+        self._release.atexit = False
 
     def _live(self) -> int:
         if self._event is None:
@@ -216,7 +221,37 @@ class ImportedEvent:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Release the event. Idempotent."""
-        if self._event is not None:
-            event, self._event = self._event, None
-            self._driver.destroy_event(event)
+        """Release the event; so does dropping this object. Idempotent."""
+        self._event = None
+        self._release()
+
+
+class StepEvents:
+    """The engine's side: events that mark the end of a step's work, used again in turn.
+
+    An event that is recorded again means the later work, so a reader of an old handle waits too
+    long at worst. Not for ROCm, whose pools are not shared.
+
+    Args:
+        count: events; more than there are steps with copies in flight.
+    """
+
+    def __init__(self, device: torch.device, driver: CudaDriver, count: int = 64) -> None:
+        self._device = device
+        self._driver = driver
+        self._owner = this_process()
+        self._events = [driver.create_event(interprocess=True) for _ in range(count)]
+        self._handles = [export_event(event, self._owner, driver) for event in self._events]
+        self._turn = 0
+
+    def mark(self) -> CudaEventHandle:
+        """A handle for the work now on the current stream."""
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._events)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._driver.record_event(self._events[turn], stream)
+        return self._handles[turn]
+
+    def close(self) -> None:
+        """Release the events. Idempotent."""
+        while self._events:
+            self._driver.destroy_event(self._events.pop())

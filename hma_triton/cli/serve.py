@@ -46,6 +46,11 @@ def main(
     lease_s: float = typer.Option(60.0, help="How long a lookup's promise holds."),
     pin_share: float = typer.Option(0.5, help="Most of the memory that promises may hold."),
     shutdown_s: float = typer.Option(5.0, help="How long running copies may take after SIGTERM."),
+    hugepages: str = typer.Option("off", help="For the host memory: off, thp or hugetlb."),
+    numa_node: int | None = typer.Option(
+        None, min=0, help="Take the host memory from this node: the GPU's. [default: any]"
+    ),
+    touch: bool = typer.Option(False, help="Take the host memory at once, not as objects come."),
     metrics_port: int | None = typer.Option(
         None, min=1, max=65535, help="Prometheus on 127.0.0.1. [default: none]"
     ),
@@ -84,6 +89,9 @@ def main(
             metrics_port=metrics_port,
             parent_pid=parent_pid,
             curve_key_file=curve_key,
+            hugepages=hugepages,
+            numa_node=numa_node,
+            touch_arena=touch,
         )
     )
     logging.shutdown()

@@ -7,17 +7,15 @@ needs. Slots are named by their byte offset; nothing is allocated per object.
 
 from __future__ import annotations
 
-import mmap
-import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from hma_triton.errors import CapacityError
+from hma_triton.host_memory import HostMemory
 from hma_triton.units import align_up, cdiv
 
 SLOT_ALIGN_BYTES = 64
@@ -63,51 +61,39 @@ class SizeClass:
     total_slots: int = 0
 
 
-def available_host_bytes() -> int:
-    """Memory that this process may still take: the machine's, or its control group's if less."""
-    available = 1 << 62
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:
-        text = limit.read_text().strip()
-        if text != "max":
-            available = min(available, int(text) - int(used.read_text()))
-    except (OSError, ValueError):
-        pass
-    return available
-
-
 class Arena:
     """`nbytes` of anonymous shared memory (mode 0600), rounded down to whole units.
+
+    Args:
+        hugepages, numa_node: as `HostMemory` takes them.
+        touch: take all memory at once, as pinning does anyway; else as objects come.
 
     Raises:
         CapacityError: the machine or control group has less memory free.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        hugepages: str = "off",
+        numa_node: int | None = None,
+        touch: bool = False,
+    ) -> None:
         wanted = 1 << max(0, (nbytes // _UNITS_WANTED).bit_length() - 1)
         self.unit_bytes = min(max(_MIN_UNIT_BYTES, wanted), _MAX_UNIT_BYTES)
         self.num_units = nbytes // self.unit_bytes
         self.nbytes = self.num_units * self.unit_bytes
         if self.num_units < 1:
             raise CapacityError(f"an arena of {nbytes} bytes is below {_MIN_UNIT_BYTES} bytes")
-        available = available_host_bytes()
-        if self.nbytes > available:
-            raise CapacityError(
-                f"an arena of {self.nbytes} bytes does not fit: {available} bytes of host memory "
-                "are free; lower --host-gb"
-            )
-        fd = os.memfd_create("hma-arena", os.MFD_CLOEXEC)
-        try:
-            os.fchmod(fd, 0o600)
-            os.ftruncate(fd, self.nbytes)
-            self._map = mmap.mmap(fd, self.nbytes)
-        finally:
-            os.close(fd)
-        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
-        self.address = int(self._bytes.ctypes.data)
+        self.memory = HostMemory(
+            self.nbytes,
+            hugepages=hugepages,
+            numa_node=numa_node,
+            touch_threads=None if touch else 0,
+        )
+        self._bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8)
+        self.address = self.memory.address
         self._unit_span: list[Span | None] = [None] * self.num_units
         self._classes: dict[int, SizeClass] = {}
         self.used_bytes = 0

@@ -15,7 +15,7 @@ from hma_triton.keys import EngineFacts, KernelGroupKey, KeyFields, fingerprint
 from hma_triton.messages import MAX_INFOS, ErrorCode, RegisterKVCache
 from hma_triton.objects.namespace import NamespaceShape
 from hma_triton.server.pinned_arena import PinnedArena
-from hma_triton.tensor_ipc import ImportedCaches, import_kv_caches
+from hma_triton.tensor_ipc import ImportedCaches, device_of, import_kv_caches
 
 IdArrays = list[npt.NDArray[np.int64]]
 
@@ -119,7 +119,7 @@ def build_registration(
             null_block_id=request.null_block_id,
             threads=config.copier_threads,
             engine_type=request.engine_type,
-            pinned_host=pinned.for_device(caches.device),
+            pinned_host=pinned.for_device(device_of(caches.kv_caches)),
         )
     except BaseException:
         caches.close()

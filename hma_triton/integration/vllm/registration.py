@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from hma_triton.client import HmaClient
+from hma_triton.cuda_driver import CudaDriver
 from hma_triton.errors import HmaError, RemoteError, ServerUnavailableError
 from hma_triton.group_view import EngineGroupInfo, expand_engine_block_ids
 from hma_triton.integration.vllm.config import ConnectorSettings
@@ -16,9 +17,9 @@ from hma_triton.integration.vllm.engine_identity import EngineIdentity, replicat
 from hma_triton.integration.vllm.kv_cache_groups import VllmRegistration, register_from_vllm
 from hma_triton.integration.vllm.metadata import GroupIds
 from hma_triton.integration.vllm.warn_once import logger
-from hma_triton.layout_hints import LayoutHints
 from hma_triton.messages import RegisterReply
-from hma_triton.tensor_ipc import export_kv_caches
+from hma_triton.tensor_ipc import device_of, export_kv_caches
+from hma_triton.tensor_ipc_cuda import StepEvents
 
 GIB = 1 << 30
 NOT_A_REFUSAL = ("unsupported_version", "shutting_down", "busy")
@@ -43,6 +44,7 @@ class PoolRegistration:
         self._settings = settings
         self._pool: VllmRegistration | None = None
         self._server: EmbeddedServer | None = None
+        self._step_events: StepEvents | None = None
         self.rank = rank
         self.chunk_tokens = chunk_tokens
         self.registered = False
@@ -83,6 +85,9 @@ class PoolRegistration:
         )
         # Later it would be too late: a running engine reads and writes the storage.
         export_kv_caches(self._pool.kv_caches)
+        device = device_of(self._pool.kv_caches)
+        if device.type == "cuda":
+            self._step_events = StepEvents(device, CudaDriver(device.index or 0))
         try:
             if not self._settings.server_url:
                 self._server = ensure_embedded_server(
@@ -123,7 +128,7 @@ class PoolRegistration:
 
     def step_event(self) -> Any:
         """What marks the end of this step's work on the pool's device; None on the CPU."""
-        return None
+        return None if self._step_events is None else self._step_events.mark()
 
     def registration_arguments(self) -> dict[str, Any]:
         """The arguments of the client's registration, without instance, pool and rank."""
@@ -134,7 +139,7 @@ class PoolRegistration:
             "model_name": self._identity.model_name,
             "world_size": world_size,
             "engine_type": "vllm",
-            "layout_hints": _wire_hints(pool.layout_hints),
+            "layout_hints": pool.layout_hints.to_wire(),
             "engine_group_infos": pool.infos,
             "namespace": self._settings.namespace,
             "chunk_tokens": self.chunk_tokens,
@@ -153,6 +158,8 @@ class PoolRegistration:
                 )
             except HmaError as error:
                 logger.debug("hma_triton: unregister: %s", error)
+        if self._step_events is not None:
+            self._step_events.close()
         if self._server is not None:
             self._server.close()
 
@@ -178,7 +185,3 @@ class PoolRegistration:
             sum(reply.object_nbytes),
             reply.backend,
         )
-
-
-def _wire_hints(hints: LayoutHints) -> dict[str, str]:
-    return {} if hints.kv_layout is None else {"kv_layout": hints.kv_layout}
