@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import torch
-from support.server_pools import DIGEST, HYBRID, TestPool, prompt, resident_bytes
+from support.server_pools import TestPool, prompt, resident_bytes
 from support.server_thread import register
 
 from hma_triton import messages as m
@@ -156,4 +156,3 @@ def process_facts() -> dict[str, int]:
 
 
 KINDS = {"server": ServerChild, "driver": DriverChild}
-__all__ = ["DIGEST", "HYBRID", "KINDS"]

@@ -89,7 +89,7 @@ class Nursery:
     children: list[Child] = field(default_factory=list)
 
     def start(self, kind: str, stop_at: str = "", **arguments: Any) -> Child:
-        """Fork a process of `kind`: `server` or `driver`."""
+        """Fork a process of `kind`: `server`, `driver` or `soak`."""
         stop_folder = Path(tempfile.mkdtemp(dir=self.folder))
         connection = Client(str(self.folder / "nursery"), family="AF_UNIX", authkey=KEY)
         connection.send((kind, stop_at, str(stop_folder), arguments))
@@ -148,8 +148,11 @@ def _serve_calls(connection: Connection, target: Callable[..., Any]) -> None:
 
 def main(folder: str) -> None:
     from support import server_children
+    from support.soak import SoakChild
 
     from hma_triton import stop_points
+
+    kinds = {**server_children.KINDS, "soak": SoakChild}
 
     server_children.warm_up()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -166,7 +169,7 @@ def main(folder: str) -> None:
                 os.environ["HMA_TEST_STOP_DIR"] = stop_folder
                 stop_points.arm()
                 connection.send(os.getpid())
-                target = server_children.KINDS[kind](**arguments)
+                target = kinds[kind](**arguments)
                 _serve_calls(connection, target)
                 os._exit(0)
             connection.close()
