@@ -41,7 +41,7 @@ class ServerConfig:
     shutdown_s: float = 5.0
     metrics_port: int | None = None
     parent_pid: int | None = None
-    curve_key_file: Path | None = None
+    curve_key_file: str | None = None
     hugepages: str = "off"
     numa_node: int | None = None
     touch_arena: bool = False

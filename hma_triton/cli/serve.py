@@ -88,7 +88,7 @@ def main(
             shutdown_s=shutdown_s,
             metrics_port=metrics_port,
             parent_pid=parent_pid,
-            curve_key_file=curve_key,
+            curve_key_file=None if curve_key is None else str(curve_key),
             hugepages=hugepages,
             numa_node=numa_node,
             touch_arena=touch,

@@ -25,8 +25,8 @@ class _OnlyThisClient:
 class CurveGate:
     """Without a key file an open door, which only local sockets get."""
 
-    def __init__(self, context: zmq.Context[Any], key_file: Path | None) -> None:
-        self._keys = None if key_file is None else read_key_file(key_file)
+    def __init__(self, context: zmq.Context[Any], key_file: str | None) -> None:
+        self._keys = None if key_file is None else read_key_file(Path(key_file))
         self._authenticator: ThreadAuthenticator | None = None
         if self._keys is not None:
             self._authenticator = ThreadAuthenticator(context)

@@ -9,7 +9,7 @@ import time
 import torch
 
 from hma_triton.cuda_driver import CudaDriver
-from hma_triton.host_memory import PinnedHost
+from hma_triton.host_memory import PinnedHost, device_numa_node
 from hma_triton.objects.arena import Arena
 
 log = logging.getLogger("hma_triton.server")
@@ -39,6 +39,8 @@ class PinnedArena:
                 started = time.monotonic()
                 memory = self._arena.memory
                 driver = CudaDriver(device.index or 0)
+                # in parallel and near the device, which the registration itself would not be
+                memory.touch(device_numa_node(driver.device_info().pci_bus_id))
                 self._pinned = PinnedHost(driver, memory.address, memory.pieces)
                 log.info(
                     "pinned the arena bytes=%d pieces=%d seconds=%.2f",
