@@ -27,6 +27,11 @@ class Family:
     is_mla: bool = False
     is_recurrent: bool = False
 
+    @property
+    def repeats_after_preemption(self) -> bool:
+        """Whether a prefill computes outputs as the decode steps did that they came from."""
+        return not self.is_mla and not self.is_recurrent
+
     def settings(self, model: str, **changes: Any) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
         values: dict[str, Any] = {

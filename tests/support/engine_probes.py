@@ -135,3 +135,43 @@ def _change_pages(
         else:
             page.copy_(torch.randn(page.shape, generator=torch.Generator().manual_seed(1)))
     return len(seen)
+
+
+def count_preemptions(llm: Any) -> None:
+    """Counts preemptions from now on, for `preemptions`."""
+    scheduler = scheduler_of(llm)
+    preempt = scheduler._preempt_request
+    scheduler.preemptions_seen = 0
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        scheduler.preemptions_seen += 1
+        return preempt(*arguments, **named)
+
+    scheduler._preempt_request = counted
+
+
+def preemptions(llm: Any) -> int:
+    """Preemptions since `count_preemptions`."""
+    return int(scheduler_of(llm).preemptions_seen)
+
+
+def usage_together(
+    llm: Any, prompts: list[list[int]], max_tokens: int
+) -> tuple[int, int, list[tuple[int, ...]]]:
+    """Blocks in use once all prompts are in, the most blocks in use after that, and the outputs."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+    )
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"u{index}", {"prompt_token_ids": prompt}, sampling)
+    total = free_blocks(llm)
+    used, tokens = [], {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] = tuple(output.outputs[0].token_ids)
+        if len(tokens) == len(prompts):
+            used.append(total - free_blocks(llm))
+    return used[0], max(used), [tokens[f"u{index}"] for index in range(len(prompts))]
