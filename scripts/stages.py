@@ -16,8 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.leftovers import find_leftovers, take_snapshot  # noqa: E402
+
+# Every pytest session looks for its own; here, what is left when all have ended.
+_NO_SESSION = "none"
 LOGS = ROOT / "build" / "stages"
 LANES = 2
+FAREWELL_S = 20
 PYTEST = ("-m", "pytest", "-q", "--forbid-skips", "--durations=5", "-p", "no:cacheprovider")
 HOUSE = ("tests/test_floors.py", "tests/test_structures.py")
 # Real engines: no look-ups in a hub, no usage reports.
@@ -51,15 +58,15 @@ STAGES = (
     Stage("ruff", ("-m", "ruff", "check"), 60),
     Stage("format", ("-m", "ruff", "format", "--check"), 60),
     Stage("mypy", ("-m", "mypy"), 300),
-    Stage("unit", (*PYTEST, "tests/unit", *HOUSE), 600),
+    Stage("unit", (*PYTEST, "tests/unit", *HOUSE), 900),
     # The measuring suites as plain tests, so that they do not rot.
     Stage("bench", ("-m", "pytest", "-q", "bench", "--benchmark-disable"), 300),
     # Those that need a device are collected, and deselected where there is none.
     Stage("kernels", (*PYTEST, "tests/kernels", "tests/gpu"), 600),
     Stage("interpreted", (*PYTEST, "tests/interpreted"), 600, {"TRITON_INTERPRET": "1"}),
     Stage("compiled", (*PYTEST, "tests/compiled"), 600),
-    Stage("server", (*PYTEST, "tests/server"), 900),
-    Stage("lmcache", (*PYTEST, "tests/lmcache"), 900, OFFLINE),
+    Stage("server", (*PYTEST, "tests/server"), 1200),
+    Stage("lmcache", (*PYTEST, "tests/lmcache"), 1200, OFFLINE),
 )
 
 
@@ -133,6 +140,12 @@ class Runner:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Lets pytest say what it has seen, then ends it and all that it started."""
+    try:
+        process.send_signal(signal.SIGINT)
+        process.wait(FAREWELL_S)
+    except subprocess.TimeoutExpired:
+        pass
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -151,10 +164,6 @@ def _counts(output: str) -> tuple[int, int]:
     return found.get("passed", 0), found.get("failed", 0) + found.get("error", 0)
 
 
-def _left_in_shm(before: set[str]) -> list[str]:
-    return sorted(set(os.listdir("/dev/shm")) - before)
-
-
 def main(names: list[str]) -> int:
     """Runs the stages named, all where none is; 0 when every one passed and nothing was left."""
     unknown = set(names) - {stage.name for stage in STAGES}
@@ -163,7 +172,7 @@ def main(names: list[str]) -> int:
         print(f"no such stage: {', '.join(sorted(unknown))}; there are {known}", file=sys.stderr)
         return 2
     LOGS.mkdir(parents=True, exist_ok=True)
-    shm = set(os.listdir("/dev/shm"))
+    before = take_snapshot()
     stages = [stage for stage in STAGES if not names or stage.name in names]
     runner = Runner(stages)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -172,14 +181,14 @@ def main(names: list[str]) -> int:
         runner.run()
     finally:
         runner.stop()
-    left = _left_in_shm(shm)
+    left = find_leftovers(before, _NO_SESSION)
     outcomes = {outcome.name: outcome for outcome in runner.outcomes}
     for stage in stages:
         outcome = outcomes[stage.name]
         word = "passed" if outcome.status == 0 else "FAILED"
         print(f"{stage.name:12} {word}  {outcome.seconds:6.1f} s  {outcome.passed:6} tests passed")
-    for name in left:
-        print(f"left behind: /dev/shm/{name}")
+    for what in left:
+        print(f"left behind: {what}")
     print(f"all stages in {time.monotonic() - began:.0f} s")
     passed = sum(outcome.passed for outcome in runner.outcomes)
     failed = sum(outcome.failed for outcome in runner.outcomes)

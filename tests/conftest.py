@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,8 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid-skips", action="store_true", help="a skipped test fails the run")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """A temporary folder for this session alone, so that what it leaves is known to be its own."""
     os.environ[TOKEN_VARIABLE] = _TOKEN
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.TemporaryDirectory(prefix="hma-t-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    for name in ("TMPDIR", "XDG_RUNTIME_DIR"):
+        os.environ[name] = folder.name
+    tempfile.tempdir = None
 
 
 def pytest_report_header() -> str:

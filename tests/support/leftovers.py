@@ -8,6 +8,7 @@ entry that a foreign live process holds is that process's business.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
 import time
@@ -17,6 +18,8 @@ from pathlib import Path
 
 TOKEN_VARIABLE = "HMA_TEST_SESSION"
 SHM = Path("/dev/shm")
+# vLLM's own sockets, named by a UUID in the temporary folder; one that is killed leaves them.
+_OF_THE_ENGINE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _SOCKET_DEPTH = 3
 # Helpers of the interpreter that end with it, by design.
 _OF_THE_INTERPRETER = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
@@ -117,10 +120,9 @@ def _holds(pid: int, path: str) -> bool:
 
 
 def _stale_sockets() -> list[str]:
-    """Socket files in temporary folders, but pytest's own, that no live process has bound."""
+    """Socket files under the session's temporary folder that no live process has bound."""
     bound = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
-    roots = {tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", tempfile.gettempdir())}
-    return [path for root in roots for path in _sockets(root, _SOCKET_DEPTH) if path not in bound]
+    return [path for path in _sockets(tempfile.gettempdir(), _SOCKET_DEPTH) if path not in bound]
 
 
 def _sockets(folder: str, depth: int) -> Iterator[str]:
@@ -133,7 +135,7 @@ def _sockets(folder: str, depth: int) -> Iterator[str]:
             mode = entry.stat(follow_symlinks=False).st_mode
         except OSError:
             continue
-        if stat.S_ISSOCK(mode):
+        if stat.S_ISSOCK(mode) and not _OF_THE_ENGINE.fullmatch(entry.name):
             yield entry.path
-        elif stat.S_ISDIR(mode) and depth > 1 and not entry.name.startswith("pytest-of-"):
+        elif stat.S_ISDIR(mode) and depth > 1:
             yield from _sockets(entry.path, depth - 1)

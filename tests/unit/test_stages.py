@@ -76,6 +76,7 @@ def test_a_stage_over_its_limit_ends_with_all_that_it_started(
     hangs += "'import time; time.sleep(600)']); "
     hangs += f"open({str(child)!r}, 'w').write(str(p.pid)); time.sleep(600)"
     monkeypatch.setattr(stages, "STAGES", (shell(stages, "hangs", hangs, limit_s=2),))
+    monkeypatch.setattr(stages, "FAREWELL_S", 1)
     assert stages.main([]) == 1
     assert "over its limit of 2 s" in (stages.LOGS / "hangs.log").read_text()
     stat = Path(f"/proc/{child.read_text()}/stat")
