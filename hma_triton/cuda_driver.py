@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,7 @@ class CudaDriver:
         self._rt = _load("runtime")
         self._cu = _load("driver")
         self.device_index = device_index
+        self._uuids: dict[int, str] = {}
         self.is_rocm = torch.version.hip is not None
         count = self.device_count()
         if not 0 <= device_index < count:
@@ -143,7 +145,10 @@ class CudaDriver:
 
     def uuid_of(self, index: int) -> str:
         """`GPU-` and the UUID of device `index`, as nvidia-smi prints it."""
-        return "GPU-" + str(uuid.UUID(bytes=bytes(self._properties(index).uuid.bytes)))
+        if index not in self._uuids:
+            found = uuid.UUID(bytes=bytes(self._properties(index).uuid.bytes))
+            self._uuids[index] = f"GPU-{found}"
+        return self._uuids[index]
 
     def index_of(self, device_uuid: str) -> int:
         """Index in this process of the device with that UUID.
@@ -339,3 +344,13 @@ class CudaDriver:
                 1,
                 stream,
             )
+
+
+@cache
+def shared_driver(device_index: int) -> CudaDriver:
+    """The process's driver of a device; asking for a device's facts takes a while each time.
+
+    Raises:
+        ConfigError: as `CudaDriver`.
+    """
+    return CudaDriver(device_index)

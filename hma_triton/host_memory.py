@@ -153,10 +153,16 @@ class HostMemory:
         self._map = _map_shared(self.nbytes, hugepages)
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
+        if touch_threads != 0:
+            self.touch(numa_node, touch_threads)
+
+    def touch(self, numa_node: int | None = None, threads: int | None = None) -> None:
+        """Have every page in memory. Nothing is written, so objects that are there stay.
+
+        A page that is there already also stays where it is, whatever node is asked for.
+        """
         cpus = frozenset() if numa_node is None else node_cpus(numa_node)
-        threads = min(16, os.cpu_count() or 1) if touch_threads is None else touch_threads
-        if threads:
-            _touch(self._bytes, threads, cpus)
+        _touch(self._bytes, threads or min(16, os.cpu_count() or 1), cpus)
 
     @property
     def buffer(self) -> memoryview:
@@ -189,7 +195,10 @@ def _map_shared(nbytes: int, hugepages: str) -> mmap.mmap:
 
 
 def _touch(data: npt.NDArray[np.uint8], threads: int, cpus: frozenset[int]) -> None:
-    """Write one byte of every page, in `threads` threads bound to `cpus` (anywhere when empty)."""
+    """Read one byte of every page, in `threads` threads bound to `cpus` (anywhere when empty).
+
+    A page of shared memory is taken when it is first read, unlike one of private memory.
+    """
     pages = -(-data.shape[0] // mmap.PAGESIZE)
     share = -(-pages // threads) * mmap.PAGESIZE
 
@@ -197,7 +206,7 @@ def _touch(data: npt.NDArray[np.uint8], threads: int, cpus: frozenset[int]) -> N
         if cpus:
             # pid 0 is the calling thread alone
             os.sched_setaffinity(0, cpus)
-        data[start : start + share : mmap.PAGESIZE] = 0
+        data[start : start + share : mmap.PAGESIZE].max()
 
     workers = [
         threading.Thread(target=touch, args=(start,), name="hma-touch")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from hma_triton.cuda_driver import IPC_HANDLE_BYTES, CudaCallError, CudaDriver
+from hma_triton.cuda_driver import IPC_HANDLE_BYTES, CudaCallError, CudaDriver, shared_driver
 from hma_triton.errors import ConfigError, ProtocolError, TransferError, UnsupportedLayoutError
 from hma_triton.handles import CudaEventHandle, CudaIpcHandle, ProcessRef
 from hma_triton.process_identity import this_process
@@ -116,7 +116,7 @@ class CudaStorages:
     """
 
     def __init__(
-        self, me: ProcessRef, driver_of: DriverOf = CudaDriver, wrap: Wrap = device_bytes
+        self, me: ProcessRef, driver_of: DriverOf = shared_driver, wrap: Wrap = device_bytes
     ) -> None:
         self._me = me
         self._driver_of = driver_of
@@ -187,7 +187,7 @@ class ImportedEvent:
     """
 
     def __init__(
-        self, handle: CudaEventHandle, me: ProcessRef, driver_of: DriverOf = CudaDriver
+        self, handle: CudaEventHandle, me: ProcessRef, driver_of: DriverOf = shared_driver
     ) -> None:
         _check_handle(handle, me)
         self._driver = driver_of(driver_of(0).index_of(handle.device_uuid))

@@ -9,6 +9,7 @@ so that the kernel runs with the spec's own strides and no variant is compiled f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -198,20 +199,41 @@ class Staging:
         turn, and objects: of a store after the launch that filled the half, of a retrieve at
         once, since an object that can be retrieved does not change any more.
         """
-        if self._buffer is None:
-            self._buffer = torch.empty(2 * self._half_bytes, dtype=torch.uint8, device=self._device)
+        buffer = self._taken_buffer()
         posted = 0
         batches = staged_batches(slices, block_ids, object_addresses, self._half_bytes, view)
         for batch in batches:
             half = self._turn
             self._turn ^= 1
-            base = self._buffer.data_ptr() + half * self._half_bytes
+            base = buffer.data_ptr() + half * self._half_bytes
             if direction is Direction.STORE:
                 self._store(batch, base, half, batched)
             else:
                 self._retrieve(batch, base, half, batched)
             posted += len(batch.spans)
         return posted
+
+    def _taken_buffer(self) -> torch.Tensor:
+        """The buffer, taken at its first use and on the stream of its first use.
+
+        torch may give memory that work on that stream still reads, so the copy stream waits once.
+        """
+        if self._buffer is None:
+            with self._on_kernel_stream():
+                self._buffer = torch.empty(
+                    2 * self._half_bytes, dtype=torch.uint8, device=self._device
+                )
+            self._driver.record_event(self._left, self._kernel_stream)
+            self._driver.wait_event(self._copy_stream, self._left)
+        return self._buffer
+
+    def _on_kernel_stream(self) -> AbstractContextManager[object]:
+        if self._device.type == "cpu":
+            return nullcontext()
+        stream = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+            self._kernel_stream, self._device
+        )
+        return torch.cuda.stream(stream)
 
     def finish(self) -> None:
         """Later work on the kernel stream comes after all copies."""

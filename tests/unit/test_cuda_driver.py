@@ -46,6 +46,7 @@ class _NoDriver(CudaDriver):
         self._rt = cuda_driver._load("runtime")
         self._cu = cuda_driver._load("driver")
         self.device_index = 0
+        self._uuids = {}
         self.is_rocm = False
         self.supports_batch = True
 

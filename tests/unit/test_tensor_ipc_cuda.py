@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.fake_cuda import FakeCudaDriver, FakeGpu
 
-from hma_triton.cuda_driver import IPC_HANDLE_BYTES, CudaCallError, CudaDriver
+from hma_triton.cuda_driver import IPC_HANDLE_BYTES, CudaCallError, shared_driver
 from hma_triton.errors import ConfigError, ProtocolError, TransferError, UnsupportedLayoutError
 from hma_triton.handles import CudaEventHandle, CudaIpcHandle, EventHandle, StorageHandle
 from hma_triton.process_identity import this_process
@@ -278,4 +278,4 @@ def test_an_empty_storage_is_refused(gpu: FakeGpu) -> None:
 
 
 def test_the_default_driver_is_the_real_one() -> None:
-    assert CudaStorages(SERVER)._driver_of is CudaDriver
+    assert CudaStorages(SERVER)._driver_of is shared_driver
