@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -349,3 +350,77 @@ except ModuleNotFoundError as error:
         f"LMCache: not installed ({VERSION_RANGE} is served)",
         "lmcache",
     ]
+
+
+class Compiled:
+    """Stands where LMCache's CUDA extension binds its plan entry; records what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def execute(self, *args: Any) -> None:
+        self.calls.append(args)
+
+
+def test_plans_fall_through_to_a_compiled_entry_in_its_own_types() -> None:
+    """What `install()` finds bound on `device_ops` is what falls through and what comes back."""
+    operations, compiled = lmcache.device_ops, Compiled()
+    bound = {
+        "execute_object_group_transfer": compiled.execute,
+        "KernelGroupSpec": lambda *fields: ("spec", *fields),
+        "StagingCopy": lambda *fields: ("copy", *fields),
+        "LaunchVar": lambda *fields: ("launch", *fields),
+        "BatchStep": lambda *fields: ("step", *fields),
+    }
+    before = dict(vars(operations))
+    for name, value in bound.items():
+        setattr(operations, name, value)
+    try:
+        installation = install()
+        assert installation.had_compiled_plan
+        case = Case(EngineKVFormat.NL_X_NP_X_NB_BS_ONE_HS)
+        desc = shape_desc(case, Setting.make(case).caches)
+        fmt = core.EngineKVFormat(int(case.format))
+        spec = operations.KernelGroupSpec(1, [2, 3], desc, 8, fmt, 4, 5)
+        step = operations.BatchStep(
+            [operations.StagingCopy(6, 7, 8, 9)], [operations.LaunchVar(0, 0, 2, 1, 0)]
+        )
+        operations.execute_object_group_transfer(
+            core.TransferDirection.D2H, "cpu", 64, [spec], [step], True, "a transfer"
+        )
+        assert compiled.calls == [
+            (
+                core.TransferDirection.D2H,
+                "cpu",
+                64,
+                [("spec", 1, [2, 3], desc, 8, fmt, 4, 5)],
+                [("step", [("copy", 6, 7, 8, 9)], [("launch", 0, 0, 2, 1, 0)])],
+            )
+        ]
+        uninstall()
+        assert {name: vars(operations)[name] for name in bound} == bound
+    finally:
+        uninstall()
+        for name in bound:
+            delattr(operations, name)
+    assert dict(vars(operations)) == before
+
+
+def test_callers_at_once(installed: Installation) -> None:
+    """Four threads, each with its own pools and directions, through one installation."""
+    operation = lmcache.device_ops.multi_layer_block_kv_transfer
+    formats = [f for f in EngineKVFormat if f is not EngineKVFormat.NL_X_NB_BSV_BSS]
+
+    def work(worker: int) -> bool:
+        same = True
+        for number, fmt in enumerate(formats[worker::4] * 3):
+            case = Case(fmt, seed=worker * 100 + number, blocks=40, slots=8, layers=4)
+            mine, plain = Setting.make(case), Setting.make(case)
+            direction = number % 2
+            mine.call(operation, direction)
+            plain.expect(direction)
+            same &= torch.equal(mine.arena.bytes, plain.arena.bytes)
+        return same
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
