@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,16 @@ from hma_triton.integration.vllm.kv_cache_specs import layer_spec
 
 # enough for any request that the model allows; nothing of it is allocated
 _POOL_BYTES = 1 << 44
+# how vLLM and transformers say that they do not know a model or what its config means
+_UNBUILDABLE = (
+    ValueError,
+    RuntimeError,
+    OSError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +72,9 @@ def read_vllm_model(folder: Path, num_blocks: int) -> ModelCaches:
         with set_current_vllm_config(config), tempfile.TemporaryDirectory() as scratch:
             _join_world_of_one(Path(scratch) / "rendezvous")
             return ModelCaches(*_resolve(config, num_blocks), _platform_name(current_platform))
-    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
-        raise ConfigError(f"{folder}: vLLM cannot build this model: {error}") from error
+    except _UNBUILDABLE as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{folder}: vLLM cannot build this model: {reason}") from error
 
 
 def _join_world_of_one(rendezvous: Path) -> None:
@@ -149,4 +159,6 @@ def _shrink(config: Any, num_blocks: int) -> Any:
 
 
 def _platform_name(platform: Any) -> str:
-    return f"vLLM {version('vllm')} on {platform.device_name or platform.device_type}"
+    from vllm import __version__ as vllm_version
+
+    return f"vLLM {vllm_version} on {platform.device_name or platform.device_type}"
