@@ -19,6 +19,7 @@ from support.random_layouts import (
     registrations,
     token_rows,
 )
+from support.random_structures import Structure, structures
 
 from hma_triton.detection import normalize_and_discover_per_layer_formats
 from hma_triton.engine import TransferEngine
@@ -153,6 +154,27 @@ def _grouping_is_a_partition_and_asks_no_value(registration: Registration, seed:
     ]
 
 
+def _other_structures_have_the_tensors_addresses(structure: Structure) -> None:
+    caches, formats = normalize_and_discover_per_layer_formats(
+        structure.caches, [], structure.engine, structure.hints
+    )
+    assert formats == [EngineKVFormat[structure.format_name]] * len(structure.planes)
+    manager = KVLayerGroupsManager(caches, formats, (), structure.slots)
+    assert [group.layer_indices for group in manager.kernel_groups] == [
+        tuple(range(len(structure.planes)))
+    ]
+    for planes, pages in zip(structure.planes, manager.layer_pages(0), strict=True):
+        assert (pages.num_blocks, pages.num_slots, pages.num_heads) == (
+            structure.num_blocks,
+            structure.slots,
+            structure.heads,
+        )
+        assert len(pages.planes) == len(planes)
+        for place, plane in zip(pages.planes, planes, strict=True):
+            read = at_address(place, structure.num_blocks, structure.slots, structure.heads)
+            assert np.array_equal(read, as_bytes(plane))
+
+
 def _infos_that_say_otherwise_are_refused(registration: Registration) -> None:
     infos = registration.infos
     caches, formats = normalize_and_discover_per_layer_formats(
@@ -271,6 +293,7 @@ PROPERTIES: tuple[tuple[Callable[..., None], tuple[Any, ...], int, int], ...] = 
         20_000,
     ),
     (_infos_that_say_otherwise_are_refused, (registrations(),), 300, 5_000),
+    (_other_structures_have_the_tensors_addresses, (structures(),), 500, 10_000),
     (_ids_follow_the_group_id, (infos_and_ids(),), 600, 10_000),
     (_slices_are_token_ranges, SLICES, 600, 10_000),
     (
