@@ -15,6 +15,7 @@ from support.server_thread import register
 from hma_triton import messages as m
 from hma_triton.client import HmaClient, Ticket
 from hma_triton.config import ServerConfig
+from hma_triton.cpu_event import CpuEvent
 from hma_triton.engine import TransferEngine
 from hma_triton.server.loop import CacheServer
 
@@ -80,6 +81,20 @@ class DriverChild:
             self.instance, self.rank, 0, digests, b"", ids, deadline_s=deadline_s
         )
         return reply.code, reply.stored, time.monotonic() - started
+
+    def store_with_event_that_never_fires(self, seed: int, chunks: int) -> None:
+        self._event = CpuEvent()
+        self._tickets["event"] = self.client.store_submit(
+            self.instance,
+            self.rank,
+            0,
+            prompt(seed, chunks),
+            b"",
+            self.pool.all_ids(chunks),
+            deadline_s=3600,
+            event=self._event.record(),
+        )
+        self.client.ping()
 
     def self_check(self) -> bool:
         """Content written is content found; touches all the memory that checking needs."""
