@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,12 @@ def test_the_page_lists_the_modules_as_they_are() -> None:
     assert BEGIN in page
     assert END in page
     assert page == page_with_list(page), "run python tests/test_structures.py"
+
+
+def test_the_readme_links_every_page_and_no_link_is_dead() -> None:
+    links = set(re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()))
+    assert {str(path.relative_to(ROOT)) for path in PAGE.parent.glob("*.md")} <= links
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 if __name__ == "__main__":
