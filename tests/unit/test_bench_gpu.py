@@ -411,14 +411,13 @@ class _EngineThread:
 
 
 class _SlowEvent:
-    """An interprocess event of work that takes a while."""
+    """An interprocess event of work that ends when somebody has asked for it once."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.cuda_event = gpu.pending_event()
-        self._fire = threading.Timer(0.05, gpu.fire, (self.cuda_event,))
 
     def record(self) -> None:
-        self._fire.start()
+        pass
 
 
 def test_the_two_process_stage_over_one_fake_machine(
@@ -488,11 +487,18 @@ def _share_cpu_memory(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     )
     imported = gpu_ipc.ImportedEvent
-    monkeypatch.setattr(
-        gpu_ipc,
-        "ImportedEvent",
-        lambda handle, me: imported(handle, me, lambda index: FakeCudaDriver(gpu, index)),  # type: ignore[arg-type,return-value]
-    )
+
+    class Asked(imported):  # type: ignore[misc,valid-type]
+        def __init__(self, handle: Any, me: Any) -> None:
+            super().__init__(handle, me, lambda index: FakeCudaDriver(gpu, index))
+            self._producer = int.from_bytes(handle.handle, "little")
+
+        def query(self) -> bool:
+            answer: bool = super().query()
+            gpu.fire(self._producer)
+            return answer
+
+    monkeypatch.setattr(gpu_ipc, "ImportedEvent", Asked)
     real_device = torch.device
     monkeypatch.setattr(gpu_ipc.torch, "device", lambda kind, index=None: real_device("cpu"))
 
