@@ -197,6 +197,8 @@ def test_case_26_one_eligibility_for_both_directions(row_bytes: int) -> None:
 
 
 def test_case_28_every_object_starts_where_the_arena_says() -> None:
+    # one alignment for all objects, a power of two, whatever their size
+    assert SLOT_ALIGN_BYTES & (SLOT_ALIGN_BYTES - 1) == 0
     for nbytes in (512, 4096, 16384, 3000):
         arena = Arena(8 << 20)
         size = arena.size_class(nbytes)

@@ -24,7 +24,7 @@ from hma_triton.integration.vllm.kv_cache_groups import (
     get_tokens_per_block,
     register_from_vllm,
 )
-from hma_triton.keys import EngineFacts
+from hma_triton.keys import EngineFacts, KeyFields, fingerprint
 from hma_triton.kv_layer_groups import KVLayerGroupsManager
 from hma_triton.plan import check_chunk_tokens, choose_chunk_tokens
 
@@ -111,8 +111,28 @@ def test_case_34_the_chunk_is_the_lcm_of_resolved_spans_and_interleave_is_in_the
     assert choose_chunk_tokens(spans, any_recurrent=True) == 9216
     with pytest.raises(GroupMismatchError, match="nearest valid chunk is 9216"):
         check_chunk_tokens(2304, spans)
-    one, two = (EngineFacts(dcp_size=4, dcp_interleave=i).to_wire() for i in (1, 2))
-    assert one != two
+    keys = {
+        fingerprint(key_fields(EngineFacts(dcp_size=size, dcp_interleave=interleave)))
+        for size, interleave in ((4, 1), (4, 2), (2, 1), (2, 2))
+    }
+    assert len(keys) == 4
+
+
+def key_fields(facts: EngineFacts) -> KeyFields:
+    return KeyFields(
+        model_name="model",
+        facts=facts,
+        world_size=4,
+        engine_type="vllm",
+        layout_hints={},
+        layer_names=("a",),
+        kernel_groups=(),
+        object_groups=((0,),),
+        replicated_object_groups=(),
+        object_nbytes=(64,),
+        object_layout="opaque",
+        chunk_tokens=9216,
+    )
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
