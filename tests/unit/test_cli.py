@@ -149,3 +149,27 @@ def test_any_other_error_keeps_its_traceback(
     assert not issubclass(KeyError, HmaError)
     with pytest.raises(KeyError, match="a bug"):
         run(command, "hma-triton probe", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "why"),
+    [
+        ("serve", ["--host-gb", "100000"], "an arena of 107374182400000 bytes does not fit"),
+        ("serve", ["--url", "tcp://0.0.0.0:7777"], "open to the network"),
+        ("serve", ["--url", "ipc://relative"], "absolute path"),
+        ("serve", ["--verify", "often"], "verify 'often' is unknown"),
+        ("inspect", ["no-such-model"], "no-such-model"),
+        ("inspect", ["--kvcache-shape-spec", "(2,4,16"], "(2,4,16"),
+        ("copy", ["--model", "no-such-model"], "no-such-model"),
+    ],
+)
+def test_bad_input_of_a_command_is_one_line(
+    name: str, args: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (command,) = (c for c in SUBCOMMANDS + BENCHMARKS if c.name == name)
+    with pytest.raises(SystemExit) as ended:
+        run(command, f"hma-triton {name}", args)
+    assert ended.value.code == EXIT_BAD_INPUT
+    lines = [line for line in capsys.readouterr().err.splitlines() if "hma-triton: " in line]
+    assert len(lines) == 1
+    assert why in lines[0]
