@@ -411,7 +411,7 @@ class _EngineThread:
 
 
 class _SlowEvent:
-    """An interprocess event of work that ends when somebody has asked for it once."""
+    """An interprocess event of work that ends when somebody has asked or waits for it."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.cuda_event = gpu.pending_event()
@@ -497,6 +497,10 @@ def _share_cpu_memory(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
             answer: bool = super().query()
             gpu.fire(self._producer)
             return answer
+
+        def wait_on(self, stream: int) -> None:
+            super().wait_on(stream)
+            gpu.fire(self._producer)
 
     monkeypatch.setattr(gpu_ipc, "ImportedEvent", Asked)
     real_device = torch.device
