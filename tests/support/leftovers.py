@@ -18,6 +18,8 @@ from pathlib import Path
 
 TOKEN_VARIABLE = "HMA_TEST_SESSION"
 SHM = Path("/dev/shm")
+# What engines and their workers name in /dev/shm; a killed one leaves it to whoever killed it.
+SHM_OF_ENGINES = ("vllm_", "psm_", "sem.mp-")
 # vLLM's own sockets, named by a UUID in the temporary folder; one that is killed leaves them.
 _OF_THE_ENGINE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _SOCKET_DEPTH = 3
@@ -38,13 +40,22 @@ def take_snapshot() -> Snapshot:
     return Snapshot(frozenset(_shm_names()), frozenset(_stale_sockets()))
 
 
-def find_leftovers(before: Snapshot, token: str, grace_s: float = 10.0) -> list[str]:
-    """One line per thing that this session left behind and that is still there after `grace_s`."""
+def find_leftovers(
+    before: Snapshot, token: str, grace_s: float = 10.0, foreign_shm: tuple[str, ...] = ()
+) -> list[str]:
+    """One line per thing that this session left behind and that is still there after `grace_s`.
+
+    `foreign_shm`: beginnings of names in /dev/shm that only other sessions make.
+    """
     deadline = time.monotonic() + grace_s
     while True:
         found = [
             *(f"process {pid}: {_command_line(pid)}" for pid in session_processes(token)),
-            *(f"/dev/shm/{name}" for name in _shm_of_session(before, token)),
+            *(
+                f"/dev/shm/{name}"
+                for name in _shm_of_session(before, token)
+                if not name.startswith(foreign_shm)
+            ),
             *(f"socket {path}" for path in sorted(set(_stale_sockets()) - before.sockets)),
         ]
         if not found or time.monotonic() >= deadline:
