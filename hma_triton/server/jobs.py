@@ -6,6 +6,7 @@ tables; the loop reads the outcome afterwards.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from hma_triton.objects.store import Reading, Reservation
 from hma_triton.server.registration import IdArrays, Registration
 from hma_triton.stop_points import reach
 from hma_triton.tensor_ipc_cuda import ImportedEvent
+
+log = logging.getLogger("hma_triton.server")
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +66,10 @@ class Job:
             self.fail(ErrorCode.BAD_REQUEST, str(error))
         except (HmaError, RuntimeError, OSError) as error:
             self.fail(ErrorCode.TRANSFER, f"{type(error).__name__}: {error}")
+        except Exception as error:
+            # the request loop's other half: whatever it is, the request is answered
+            log.exception("copy seq=%d failed", self.seq)
+            self.fail(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
         self.ended_ns = time.monotonic_ns()
 
     def _copy(self) -> None:

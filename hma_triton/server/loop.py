@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -57,6 +58,8 @@ class CacheServer:
             queue.SimpleQueue()
         )
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # re-entrant: a signal may ask to stop while the same thread rings
+        self._wake_lock = threading.RLock()
         self._decoder = m.RequestDecoder()
         self._stopping = False
         self._parent = _watch_parent(config.parent_pid)
@@ -108,12 +111,18 @@ class CacheServer:
         When it raises, `asker` (identity, seq) gets the error for an answer.
         """
         self._callbacks.put((callback, asker))
-        os.eventfd_write(self._wake, 1)
+        self._ring()
+
+    def _ring(self) -> None:
+        # a copy that outlived the shutdown must not write to a descriptor that is gone
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
         """Ask the loop to end; from any thread and from a signal handler."""
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        self._ring()
 
     def run(self) -> bool:
         """Serve until `stop`, or until the parent ends; whether all copies ended in time."""
@@ -258,7 +267,9 @@ class CacheServer:
             Path(self.config.url.removeprefix("ipc://")).unlink(missing_ok=True)
         if self._parent is not None:
             self._parent.close()
-        os.close(self._wake)
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
 
 
 def _watch_parent(pid: int | None) -> ProcessWatch | None:
