@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from support.replay_tools import CONFIG, eventually, registered, stored_ranges, tokens_of
+from support.replay_tools import CONFIG, eventually, registered, serve_at, stored_ranges, tokens_of
 from support.schedule_replay import bytes_of
 from support.toy_config import full, state, window
 
@@ -87,7 +84,7 @@ def test_76_a_restarted_server_is_used_again(engine_of: Any) -> None:
         engine.compute(request, 16, [[1]])
         assert time.monotonic() - started < 1.0
         engine.finish(request)
-    child = _serve_at(url)
+    child = serve_at(url)
     try:
         eventually(lambda: not engine.worker._breaker.is_open, 15.0)
         request = engine.request("after", tokens_of(16, 9))
@@ -100,13 +97,6 @@ def test_76_a_restarted_server_is_used_again(engine_of: Any) -> None:
         child.terminate()
         child.wait()
         folder_server.close()
-
-
-def _serve_at(url: str) -> Any:
-    settings = replace(CONFIG, url=url, parent_pid=os.getpid())
-    return subprocess.Popen(
-        [sys.executable, "-m", "hma_triton.server.child", msgspec.json.encode(settings).decode()]
-    )
 
 
 def test_79_the_same_engine_registers_again(engine_of: Any) -> None:

@@ -67,20 +67,22 @@ class Rig:
         """Another engine with the connector; `extra` goes to its `hma.*` settings."""
         transfer = changes.pop("kv_transfer_config", {})
         environment = changes.pop("environment", None)
-        settings = {"hma.server_url": self.server.url, "hma.audit": str(self.audit_path)}
+        settings = {"hma.audit": str(self.audit_path), **(extra or {})}
+        if "hma.server_url" not in settings:
+            settings["hma.server_url"] = self.server.url
         config = {
             "kv_connector": "HMATritonConnector",
             "kv_connector_module_path": CONNECTOR,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": settings | (extra or {}),
+            "kv_connector_extra_config": settings,
         }
         changes["kv_transfer_config"] = config | transfer
         return self._start(changes, environment)
 
     def start_plain(self, **changes: Any) -> Engine:
         """Another engine without the connector."""
-        return self._start(changes, None)
+        return self._start(changes, changes.pop("environment", None))
 
     def _start(self, changes: dict[str, Any], environment: dict[str, str] | None) -> Engine:
         engine = self._nursery.start(self.family.settings(str(self._model), **changes), environment)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from hma_triton.client import HmaClient
 from hma_triton.config import ServerConfig
@@ -37,3 +43,9 @@ def eventually(check: Any, seconds: float = 5.0) -> None:
 
 def stored_ranges(result: Any) -> list[tuple[int, int]]:
     return [(job.start_chunk, job.start_chunk + len(job.digests)) for job in result.meta.stores]
+
+
+def serve_at(url: str) -> subprocess.Popen[bytes]:
+    """A server on this very address, in a process that ends with this one."""
+    settings = msgspec.json.encode(replace(CONFIG, url=url, parent_pid=os.getpid())).decode()
+    return subprocess.Popen([sys.executable, "-m", "hma_triton.server.child", settings])
