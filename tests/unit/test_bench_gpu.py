@@ -40,7 +40,9 @@ class Refuse(importlib.abc.MetaPathFinder):
         if name.split(".")[0] in {names!r}:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Refuse())
-from hma_triton.cli.bench_gpu import app
+from hma_triton.cli.bench_gpu import STAGES, app
+for stage in STAGES:
+    stage.load()
 app(["--dry-run"])
 """
 _UNWANTED = (
