@@ -33,7 +33,7 @@ class Rig:
         self._plain: Engine | None = None
         self._ours: Engine | None = None
         self._known: dict[str, list[Completion]] = {}
-        self._model = write_random_model(tiny_config(family.name), folder / "model")
+        self.model = write_random_model(tiny_config(family.name), folder / "model")
 
     @property
     def server(self) -> EmbeddedServer:
@@ -85,7 +85,7 @@ class Rig:
         return self._start(changes, changes.pop("environment", None))
 
     def _start(self, changes: dict[str, Any], environment: dict[str, str] | None) -> Engine:
-        engine = self._nursery.start(self.family.settings(str(self._model), **changes), environment)
+        engine = self._nursery.start(self.family.settings(str(self.model), **changes), environment)
         self._engines.append(engine)
         return engine
 
