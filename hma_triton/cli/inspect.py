@@ -19,6 +19,7 @@ from hma_triton.cli.inspect_report import (
     caches_to_draw,
     layer_looks,
 )
+from hma_triton.cli.inspect_save import save_geometry
 from hma_triton.cli.inspect_subject import Subject, subject_of_spec, subject_of_target
 from hma_triton.errors import ConfigError, GeometryError
 from hma_triton.integration.vllm.kv_cache_specs import groups_of, leaf_specs, spec_kind
@@ -41,6 +42,7 @@ def inspect(
     chunk_tokens: Annotated[str, typer.Option(help="tokens of a chunk, or auto")] = _AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the pool into this file")] = None,
+    save: Annotated[Path | None, typer.Option(help="save a model folder's geometry here")] = None,
 ) -> None:
     """Show engine, kernel and object groups, what a token costs, and why a layout is refused.
 
@@ -53,6 +55,8 @@ def inspect(
         if target is not None
         else subject_of_spec(kvcache_shape_spec or "")
     )
+    if save is not None:
+        save_geometry(subject, save)
     report, refusal = None, ""
     try:
         report = build_report(subject, _chunk(chunk_tokens))

@@ -151,7 +151,7 @@ def _read_group(fields: Mapping[str, Any]) -> GroupGeometry:
     return GroupGeometry(
         engine_group_id=fields["engine_group"],
         spec_class=fields["spec"],
-        layer_names=tuple(fields["names"].format(i=i) for i in _indices(fields["layers"])),
+        layer_names=_layer_names(fields),
         registered_indices=_indices(fields["registered"]),
         tokens_per_block=fields["tokens_per_block"],
         slots_per_block=fields["slots_per_block"],
@@ -166,6 +166,13 @@ def _read_group(fields: Mapping[str, Any]) -> GroupGeometry:
         window_tokens=fields.get("window"),
         mamba_cache_mode=fields.get("mamba_cache_mode"),
     )
+
+
+def _layer_names(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names one by one, or a pattern and the numbers in it."""
+    if "layer_names" in fields:
+        return tuple(fields["layer_names"])
+    return tuple(fields["names"].format(i=i) for i in _indices(fields["layers"]))
 
 
 def _indices(value: Any) -> tuple[int, ...]:

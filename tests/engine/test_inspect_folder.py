@@ -27,7 +27,9 @@ def folder_of(name: str, folder: Path) -> Path:
 
 def test_a_hybrid_model_folder(tmp_path: Path) -> None:
     picture = tmp_path / "pool.png"
-    done = inspect(folder_of("lfm2", tmp_path), "--json", "--plot", str(picture))
+    saved = tmp_path / "saved.json"
+    folder = folder_of("lfm2", tmp_path)
+    done = inspect(folder, "--json", "--plot", str(picture), "--save", str(saved))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert found["platform"].startswith("vLLM 0.32")
@@ -40,6 +42,9 @@ def test_a_hybrid_model_folder(tmp_path: Path) -> None:
     assert [o["recurrent"] for o in found["object_groups"]].count(True) == 1
     assert found["chunk_tokens"] == 128
     assert picture.read_bytes().startswith(b"\x89PNG")
+    # the saved geometry gives the same answer where there is no vLLM
+    again = inspect(saved, "--json")
+    assert json.loads(again.stdout) == {**found, "title": f"{folder} (main)"}
 
 
 @pytest.mark.parametrize(

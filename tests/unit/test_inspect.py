@@ -150,6 +150,7 @@ def test_a_saved_geometry_is_read_like_a_packaged_one(tmp_path: Path) -> None:
         (["gemma-3-27b", "--kvcache-shape-spec", "(1,1,1,1,1):int8:1"], "either TARGET"),
         (["no-such-model"], "fits no geometry"),
         (["gemma-3-27b", "--variant", "tpu"], "no variant 'tpu'"),
+        (["gemma-3-27b", "--save", "unwritten.json"], "only a model folder can be saved"),
         (["gemma-3-27b", "--chunk-tokens", "many"], "neither a number of tokens nor 'auto'"),
     ],
 )
