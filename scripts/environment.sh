@@ -30,11 +30,11 @@ environment() {
     printf '%s\n' "$stamp" >"$folder/filled-from"
 }
 
-# install PYTHON ARGUMENT...: pip, quiet unless it fails.
+# install PYTHON ARGUMENT...: pip, quiet but for errors.
 install() {
     local python=$1
     shift
-    "$python" -m pip install --quiet --disable-pip-version-check --no-input "$@" || {
+    "$python" -m pip install -qq --disable-pip-version-check --no-input "$@" || {
         echo "$0: pip install $* failed" >&2
         return 3
     }
