@@ -32,7 +32,9 @@ def main(
     """Watch a cache server."""
     console = Console()
     address = url or default_url()
-    with HmaClient(address, role="top", curve_key=curve_key or None) as client:
+    with HmaClient(
+        address, role="top", curve_key=curve_key or None, connect_timeout_s=3.0
+    ) as client:
         client.connect()
         before: State = client.status()
         looks = 0
