@@ -175,3 +175,24 @@ def usage_together(
         if len(tokens) == len(prompts):
             used.append(total - free_blocks(llm))
     return used[0], max(used), [tokens[f"u{index}"] for index in range(len(prompts))]
+
+
+def forget_our_keys(llm: Any) -> int:
+    """Clear the server's keys of this engine behind the scheduler half's back."""
+    half = scheduler_of(llm).connector.scheduler
+    return int(half._client.clear(half._instance_id))
+
+
+def prometheus_values(llm: Any, prefix: str) -> dict[str, float]:
+    """Samples of the engine's Prometheus registry whose name starts with `prefix`, summed."""
+    from prometheus_client import REGISTRY
+
+    values: dict[str, float] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name.startswith(prefix) and sample.name.endswith("_total"):
+                name = sample.name.removeprefix(prefix).removesuffix("_total")
+                reason = sample.labels.get("reason")
+                name = f"{name}[{reason}]" if reason else name
+                values[name] = values.get(name, 0.0) + sample.value
+    return values
