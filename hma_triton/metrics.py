@@ -74,6 +74,13 @@ class Metrics:
         self.bytes = counter(
             "hma_copied_bytes", "Bytes copied", "direction", "object_group", "path"
         )
+        self.group_seconds = counter(
+            "hma_group_copy_seconds",
+            "Time of copies, divided among object groups by their bytes",
+            "direction",
+            "object_group",
+            "path",
+        )
         self.copy_seconds = Histogram(
             "hma_copy_seconds",
             "Duration of a copy",

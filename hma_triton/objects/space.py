@@ -137,6 +137,20 @@ class Space:
         if parent != NONE:
             self.drop_empty(namespace, np.array([parent], dtype=np.int32))
 
+    def drop_barren(self, namespace: Namespace, records: Records) -> None:
+        """Remove what hangs on records that hold nothing, where no hit can reach past them."""
+        if not namespace.shape.needs_prefix:
+            return
+        index = namespace.index
+        for record in records.tolist():
+            if not index.is_live(record) or index.state[record].any():
+                continue
+            below = index.subtree(record)
+            if all(self.may_go(namespace, each) for each in below):
+                for each in below:
+                    if index.is_live(each):
+                        self.evict(namespace, each, "unreachable")
+
     def free_object(self, namespace: Namespace, record: int, column: int) -> None:
         """Give back the slot of one object."""
         index = namespace.index

@@ -320,6 +320,7 @@ class ObjectStore:
         records = np.unique(reservation.records)
         self._space.offer(reservation.namespace, records)
         self._space.drop_empty(reservation.namespace, records)
+        self._space.drop_barren(reservation.namespace, records)
 
     def _undo(self, reservation: Reservation) -> None:
         reservation.open = False

@@ -210,10 +210,12 @@ class CopyDesk:
             return
         path = job.path or job.registration.engine.backend
         sizes = job.registration.shape.object_nbytes
-        for group, objects in enumerate(group_objects):
-            if objects:
-                counted = self._metrics.bytes.labels(direction, str(group), path)
-                counted.inc(objects * sizes[group])
+        moved = [objects * size for objects, size in zip(group_objects, sizes, strict=True)]
+        for group, nbytes in enumerate(moved):
+            if nbytes:
+                labels = (direction, str(group), path)
+                self._metrics.bytes.labels(*labels).inc(nbytes)
+                self._metrics.group_seconds.labels(*labels).inc(job.seconds * nbytes / sum(moved))
         self._metrics.copy_seconds.labels(direction, path).observe(job.seconds)
         waited = (time.monotonic_ns() - job.submitted_ns) / 1e9
         self._metrics.wait_seconds.labels(direction).observe(waited)

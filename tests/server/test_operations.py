@@ -68,7 +68,7 @@ def corrupt_objects(server: CacheServer, how_many: int) -> list[int]:
 
 
 @pytest.mark.parametrize("verify", ["all", "sample", "off"])
-def test_a_changed_byte_is_never_served_when_all_are_verified(verify: str) -> None:
+def test_a_changed_byte_is_never_served_when_all_are_verified(verify: str, caplog) -> None:
     with running_server(verify=verify) as server, server.client() as client:
         pool = TestPool()
         register(client, pool)
@@ -87,6 +87,7 @@ def test_a_changed_byte_is_never_served_when_all_are_verified(verify: str) -> No
                 reply = client.retrieve("i", 0, f"r{number}", digests, 0, pool.load_ids(128))
         assert (reply.ok, reply.code) == (False, "checksum")
         assert "are not what was stored" in reply.message
+        assert any("checksum mismatch instance=i" in line for line in caplog.messages)
         if verify == "all":
             assert all(bool((cache[1:] == 0x55).all()) for cache in pool.kv.values())
         assert client.status()["counters"]["corrupt_objects"] > 0
@@ -150,6 +151,15 @@ def test_metrics_say_what_happened_and_why() -> None:
             needed = {block // kind.blocks_per_chunk for block in kind.needed_blocks(128)}
             assert loaded == len(needed) * nbytes
         assert seen[f'hma_copy_seconds_count{{direction="store",path="{backend}"}}'] == 1
+        for direction in ("store", "retrieve"):
+            whole = seen[f'hma_copy_seconds_sum{{direction="{direction}",path="{backend}"}}']
+            parts = [
+                value
+                for name, value in seen.items()
+                if name.startswith(f'hma_group_copy_seconds_total{{direction="{direction}"')
+            ]
+            assert len(parts) == 3 and min(parts) > 0
+            assert sum(parts) == pytest.approx(whole)
         assert seen["hma_leases"] == 1 and seen["hma_registrations"] == 1 and seen["hma_peers"] == 1
         assert seen["hma_arena_used_bytes"] == status["arena"]["used_bytes"] > 0
         assert seen["hma_chunks"] == 4 and seen["hma_queued_copies"] == 0
@@ -525,6 +535,28 @@ def test_loopback_tcp_works_and_a_peer_from_elsewhere_is_refused(monkeypatch) ->
         with HmaClient(url) as stranger, pytest.raises(RemoteError, match="another host") as error:
             stranger.connect(20)
         assert error.value.code == "no_data_path"
+
+
+def test_a_client_in_another_process_namespace_is_refused_by_name(url: str) -> None:
+    code = (
+        "import sys\n"
+        "from hma_triton.client import HmaClient\n"
+        "from hma_triton.errors import RemoteError\n"
+        "with HmaClient(sys.argv[1]) as client:\n"
+        "    try:\n"
+        "        client.connect(60)\n"
+        "    except RemoteError as error:\n"
+        "        print(error.code, error)\n"
+    )
+    with running_server(url=url):
+        done = subprocess.run(
+            ["unshare", "-Urpf", "--mount-proc", sys.executable, "-c", code, url],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.stdout.startswith("no_data_path"), done.stderr
+    assert "another process namespace" in done.stdout
 
 
 def test_the_socket_is_for_its_user_alone(tmp_path: Path) -> None:

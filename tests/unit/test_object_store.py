@@ -325,6 +325,36 @@ def test_cleared_namespaces_go_in_steps_and_give_way_first() -> None:
     assert store.arena.used_bytes == 40 * 4096
 
 
+def test_no_window_keeps_what_no_hit_can_use() -> None:
+    """After any evictions and failed stores, every windowed object is needed by a possible hit."""
+    rng = np.random.default_rng(5)
+    store = ObjectStore(Arena(20 * 4096), pin_share=1.0)
+    namespace = store.namespace(b"f" * 32, shape_of(4096, 2048, rules=(FULL, WINDOW)))
+    trunk = prompt(0, 6)
+    prompts = [trunk] + [first(trunk, n) + prompt(n, 8)[n * 32 :] for n in range(1, 6)]
+    for _ in range(400):
+        chain = prompts[rng.integers(len(prompts))]
+        start = int(rng.integers(0, len(chain) // 32))
+        end = int(rng.integers(start, len(chain) // 32)) + 1
+        parent = chain[(start - 1) * 32 : start * 32] if start else b""
+        storable = np.ones((2, end - start), dtype=np.bool_)
+        storable[1] = rng.random(end - start) < 0.7
+        taken = store.reserve(namespace, 0, chain[start * 32 : end * 32], parent, storable)
+        if rng.random() < 0.2:
+            store.abort(taken)
+        else:
+            store.commit(taken)
+        index = namespace.index
+        live = [record for record in range(index.top) if index.is_live(record)]
+        for record in live:
+            if index.state[record, 1]:
+                above = record
+                while above != NONE:
+                    assert index.state[above, 0], "its prefix is whole, so hits reach it"
+                    above = int(index.parent[above])
+    assert store.counters.evicted_objects > 100
+
+
 # pins and leases
 
 
