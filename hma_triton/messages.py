@@ -5,9 +5,8 @@ carries the same `seq`. Replies come in any order. Digests and block ids travel 
 Times are absolute nanoseconds of `CLOCK_MONOTONIC`: client and server share a kernel, or they
 have no data path and are refused. `docs/protocol.md` describes every message and its order rules.
 
-New fields are added last, with defaults; unknown fields are ignored; an unknown tag is answered
-with `ErrorCode.UNKNOWN_MESSAGE`. Every array and string has a bound that is checked before memory
-is taken for it.
+New fields come last, with defaults; unknown fields are ignored; an unknown tag is answered with
+`ErrorCode.UNKNOWN_MESSAGE`. Every array and string has a bound, checked before memory is taken.
 """
 
 from __future__ import annotations
@@ -292,10 +291,7 @@ class RetrieveReply(_Reply, frozen=True, kw_only=True, tag="retrieve_reply"):
 
 
 class AbortReply(_Reply, frozen=True, kw_only=True, tag="abort_reply"):
-    """The operation no longer touches the pool.
-
-    `state`: `cancelled` before it started, `ended`, or `unknown` to this server.
-    """
+    """The pool is touched no more: `state` is `cancelled`, `ended`, or `unknown` to this server."""
 
     target_seq: Seq
     state: Name

@@ -23,23 +23,40 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _LEVELS = ("debug", "info", "warning", "error")
 
+_Url = Annotated[
+    str,
+    typer.Option(
+        help="ipc:///absolute/path or tcp://127.0.0.1:port. [default: an ipc socket in a 0700 "
+        "directory of the user]"
+    ),
+]
+_Separate = Annotated[
+    bool, typer.Option(help="Keep groups with different reuse rules in objects of their own.")
+]
+_CopierThreads = Annotated[
+    int, typer.Option(min=0, help="Threads within one copy. [default: 0, the copy path's own]")
+]
+_NumaNode = Annotated[
+    int | None,
+    typer.Option(min=0, help="Take the host memory from this node: the GPU's. [default: any]"),
+]
+_MetricsPort = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Prometheus on 127.0.0.1. [default: none]")
+]
+_CurveKey = Annotated[
+    Path | None, typer.Option(help="Key file; needed for a tcp address other than loopback.")
+]
+_MakeCurveKey = Annotated[Path | None, typer.Option(help="Write a new key file there, and end.")]
+
 
 @app.command()
 def main(
-    url: str = typer.Option(
-        "",
-        help="ipc:///absolute/path or tcp://127.0.0.1:port. [default: an ipc socket in a 0700 "
-        "directory of the user]",
-    ),
+    url: _Url = "",
     host_gb: float = typer.Option(4.0, min=0.001, help="Host memory for objects, in GiB."),
-    separate_object_groups: bool = typer.Option(
-        True, help="Keep groups with different reuse rules in objects of their own."
-    ),
+    separate_object_groups: _Separate = True,
     verify: str = typer.Option("off", help=f"Checksums on retrieve: {', '.join(VERIFY_MODES)}."),
     threads: int = typer.Option(0, min=0, help="Copies at a time. [default: 0, from the CPUs]"),
-    copier_threads: int = typer.Option(
-        0, min=0, help="Threads within one copy. [default: 0, the copy path's own]"
-    ),
+    copier_threads: _CopierThreads = 0,
     max_registrations: int = typer.Option(64, min=1, help="Pools (one per engine rank)."),
     max_peers: int = typer.Option(1024, min=1, help="Connections."),
     queue_limit: int = typer.Option(64, min=1, help="Copies that may wait, per pool."),
@@ -47,20 +64,12 @@ def main(
     pin_share: float = typer.Option(0.5, help="Most of the memory that promises may hold."),
     shutdown_s: float = typer.Option(5.0, help="How long running copies may take after SIGTERM."),
     hugepages: str = typer.Option("off", help="For the host memory: off, thp or hugetlb."),
-    numa_node: int | None = typer.Option(
-        None, min=0, help="Take the host memory from this node: the GPU's. [default: any]"
-    ),
+    numa_node: _NumaNode = None,
     touch: bool = typer.Option(False, help="Take the host memory at once, not as objects come."),
-    metrics_port: int | None = typer.Option(
-        None, min=1, max=65535, help="Prometheus on 127.0.0.1. [default: none]"
-    ),
+    metrics_port: _MetricsPort = None,
     parent_pid: int | None = typer.Option(None, help="End when this process ends."),
-    curve_key: Annotated[
-        Path | None, typer.Option(help="Key file; needed for a tcp address other than loopback.")
-    ] = None,
-    make_curve_key: Annotated[
-        Path | None, typer.Option(help="Write a new key file there, and end.")
-    ] = None,
+    curve_key: _CurveKey = None,
+    make_curve_key: _MakeCurveKey = None,
     log_level: str = typer.Option("info", help=f"One of {', '.join(_LEVELS)}."),
     log_json: bool = typer.Option(False, help="Log one JSON object a line."),
 ) -> None:
