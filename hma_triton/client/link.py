@@ -250,7 +250,7 @@ class Link:
             self._take(reply)
 
     def _take(self, reply: m.Reply) -> None:
-        if reply.seq == self._hello_seq:
+        if reply.seq == self._hello_seq or isinstance(reply, m.HelloReply):
             self._greeted(reply)
         elif reply.seq in self._registering:
             self._pool_answered(self._registering.pop(reply.seq), reply)

@@ -43,7 +43,7 @@ class ChunkIndex:
     `width` is the number of columns per record, `checksum_width` that of checksums (0: none kept).
     """
 
-    def __init__(self, width: int, *, checksum_width: int = 0, capacity: int = 1024) -> None:
+    def __init__(self, width: int, *, checksum_width: int = 0, capacity: int = 256) -> None:
         self.width = width
         self.checksum_width = checksum_width
         self.count = 0

@@ -12,6 +12,8 @@ from hma_triton.objects.arena import SizeClass
 from hma_triton.objects.chunk_index import PRESENT, ChunkIndex, Records
 from hma_triton.plan import ReuseRule
 
+# objects of one chunk over all groups and ranks
+MAX_COLUMNS = 1024
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -41,6 +43,12 @@ class NamespaceShape:
             raise ConfigError(
                 f"{len(self.rules)} rules, {len(self.object_nbytes)} sizes, {len(self.replicated)} "
                 f"flags and {len(self.regions)} region lists for the object groups of a namespace"
+            )
+        columns = sum(1 if shared else self.world_size for shared in self.replicated)
+        if columns > MAX_COLUMNS:
+            raise ConfigError(
+                f"{len(self.rules)} object groups on {self.world_size} ranks are {columns} objects "
+                f"a chunk; at most {MAX_COLUMNS} can be served"
             )
 
     @property

@@ -31,6 +31,7 @@ from hma_triton.objects.namespace import BoolArray, Namespace, NamespaceShape
 from hma_triton.objects.space import Space, StoreCounters
 from hma_triton.plan import Hit, longest_hit
 
+_MANY_NAMESPACES = 64
 _NO_RECORDS: Records = np.empty(0, dtype=np.int32)
 
 
@@ -118,6 +119,8 @@ class ObjectStore:
     def namespace(self, fingerprint: bytes, shape: NamespaceShape) -> Namespace:
         """The open namespace of that fingerprint, made when there is none.
 
+        Ask again for every operation: an empty one may be forgotten when others are made.
+
         Raises:
             CapacityError: an object of the shape is larger than the arena.
         """
@@ -129,6 +132,7 @@ class ObjectStore:
                     f" bytes, not {shape.object_nbytes}"
                 )
             return found
+        self._drop_empty_namespaces()
         sizes = tuple(self.arena.size_class(nbytes) for nbytes in shape.object_nbytes)
         width = int(shape.columns().max()) + 1
         checksum_width = int(shape.checksum_starts()[-1]) if self._checksums else 0
@@ -138,6 +142,15 @@ class ObjectStore:
         self._by_fingerprint[fingerprint] = made
         self._space.namespaces[made.number] = made
         return made
+
+    def _drop_empty_namespaces(self) -> None:
+        """Forget namespaces without a record; the next use makes them again."""
+        if len(self._by_fingerprint) < _MANY_NAMESPACES:
+            return
+        for fingerprint, namespace in list(self._by_fingerprint.items()):
+            if namespace.index.count == 0:
+                del self._by_fingerprint[fingerprint]
+                del self._space.namespaces[namespace.number]
 
     def clear(self, namespace: Namespace) -> int:
         """Forget all keys at once; memory in use by copies and leases follows when they end."""

@@ -482,11 +482,7 @@ def test_an_embedded_server_ends_with_its_process_however_it_ends() -> None:
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < until, "the server outlived its parent"
         time.sleep(0.02)
-    folder = Path(url.removeprefix("ipc://")).parent
-    assert not (folder / "server.sock").exists()
-    for left in folder.iterdir():
-        left.unlink()
-    folder.rmdir()
+    assert not Path(url.removeprefix("ipc://")).parent.exists()
 
 
 def test_an_embedded_server_that_cannot_start_says_why_in_seconds() -> None:

@@ -508,6 +508,24 @@ def test_checksums_per_region() -> None:
     assert store.arena.used_bytes == 0 and store.counters.corrupt_objects == 1
 
 
+def test_too_many_objects_a_chunk_are_refused_by_number() -> None:
+    shape_of(64, 64, world=512)
+    with pytest.raises(ConfigError, match="2 object groups on 513 ranks are 1026 objects"):
+        shape_of(64, 64, world=513)
+
+
+def test_namespaces_that_hold_nothing_are_forgotten() -> None:
+    store = ObjectStore(Arena(1 << 20))
+    kept = store.namespace(b"k" * 32, shape_of(4096))
+    put(store, kept, prompt(1, 2))
+    for number in range(300):
+        store.namespace(number.to_bytes(32, "big"), shape_of(4096))
+    assert len(store.describe_namespaces()) <= 64
+    assert store.namespace(b"k" * 32, shape_of(4096)) is kept
+    again = store.namespace((5).to_bytes(32, "big"), shape_of(4096))
+    assert put(store, again, prompt(2, 2)) == 2 and hit_chunks(store, again, prompt(2, 2)) == 2
+
+
 @pytest.mark.parametrize("share", [0.0, 1.1])
 def test_pin_share_is_checked(share: float) -> None:
     with pytest.raises(ConfigError, match="pin share"):
