@@ -70,8 +70,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("separate", [False, True], ids=["one-object", "separate-objects"])
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(
+    ("geometry", "separate"),
+    [
+        pytest.param(
+            geometry,
+            separate,
+            id=f"{geometry}-{'separate-objects' if separate else 'one-object'}",
+            # windows matter most where they have objects of their own
+            marks=() if separate == (geometry == "windowed") else pytest.mark.long,
+        )
+        for geometry in GEOMETRIES
+        for separate in (False, True)
+    ],
+)
 def test_object_groups_get_the_bytes_of_lmcache(geometry: str, separate: bool, case: str) -> None:
     own = run(GEOMETRIES[geometry], separate, False, CASES[case])
     ours = run(GEOMETRIES[geometry], separate, True, CASES[case])
@@ -192,3 +204,21 @@ def test_a_plan_whose_slots_belong_to_no_object_is_staged(installed: Installatio
         only = [BatchStep(steps[0].staging, [])]
         entry(STORE, torch.device("cpu"), 1 << 26, specs, only, phase_timing_enabled=True)
         assert torch.equal(cache.object_bytes(0)[0], direct)
+
+
+def test_a_plan_that_we_do_not_serve_runs_on_lmcaches_operation(installed: Installation) -> None:
+    """Launch by launch, where LMCache has no compiled entry: here to its own refusal."""
+    with registered(ONE, 64, 4, False) as cache:
+        specs, steps = plan(cache)
+        desc = specs[0].shape_desc
+        dense = desc.block_stride_elems
+        desc.block_stride_elems = dense // 2
+        entry = installed.device_ops.execute_object_group_transfer
+        with pytest.raises(NotImplementedError, match="Non-tight"):
+            entry(STORE, torch.device("cpu"), 1 << 26, specs, steps)
+        reason = f"a step of {dense // 2} elements between blocks, where this format's pointers"
+        assert list(installed.fallthrough.counts) == [
+            ("NL_X_NB_NH_BS_CS", f"{reason} have {dense}")
+        ]
+        desc.block_stride_elems = dense
+        entry(STORE, torch.device("cpu"), 1 << 26, specs, steps)
