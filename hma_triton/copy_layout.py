@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hma_triton.kernels.addressing import CopySpec, ObjectLayout, build_region, next_region_offset
+from hma_triton.kernels.addressing import (
+    CopySpec,
+    ObjectLayout,
+    build_region,
+    merge_adjacent,
+    next_region_offset,
+)
 from hma_triton.kv_layer_groups import KVLayerGroupsManager
-from hma_triton.plan import PlanGroup, PlanLayout, ReuseRule, kept_blocks
+from hma_triton.plan import PlanGroup, PlanLayout, ReuseRule, TransferPlan, kept_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +23,35 @@ class CopyLayout:
     plan: PlanLayout
     specs: tuple[tuple[CopySpec, ...], ...]
     object_nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEstimate:
+    """What a plan costs. `runs`: pieces contiguous on both sides, neighbouring blocks merged;
+    `launches`: one for each copy spec that moves something."""
+
+    nbytes: int
+    num_blocks: int
+    runs: int
+    launches: int
+
+
+def estimate(plan: TransferPlan, layout: CopyLayout) -> TransferEstimate:
+    """Bytes, runs and launches of `plan`, from the layout alone."""
+    nbytes = runs = launches = 0
+    for group in plan.groups:
+        if not group.block_ids.size:
+            continue
+        for spec in layout.specs[group.kernel_group_index]:
+            # chunks are objects of their own and never adjoin
+            step = layout.object_nbytes[group.object_group] + spec.run_bytes
+            places = group.chunk_indices * step
+            places = places + group.kept_indices * spec.object_block_stride_bytes
+            firsts, _, _ = merge_adjacent(spec, group.block_ids, places)
+            nbytes += group.block_ids.shape[0] * spec.block_bytes
+            runs += firsts.shape[0] * spec.num_rows * spec.n0 * spec.n1
+            launches += 1
+    return TransferEstimate(nbytes, plan.num_blocks, runs, launches)
 
 
 def lay_out(

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from hma_triton.copy_layout import lay_out
+from hma_triton.copiers import device_of, make_copier
+from hma_triton.copy_layout import TransferEstimate, estimate, lay_out
 from hma_triton.detection import LayoutHints, normalize_and_discover_per_layer_formats
-from hma_triton.errors import ConfigError, GroupMismatchError, PlanError
+from hma_triton.errors import ConfigError, PlanError
 from hma_triton.group_view import (
     EngineGroupInfo,
     engine_group_layer_indices,
@@ -21,7 +21,6 @@ from hma_triton.group_view import (
 )
 from hma_triton.host_memory import PinnedHost
 from hma_triton.kernels.addressing import CopySpec, Direction, Int64Array, ObjectLayout
-from hma_triton.kernels.cpu import CpuCopier
 from hma_triton.kernels.device import (
     CopyJob,
     DeviceCopier,
@@ -29,36 +28,10 @@ from hma_triton.kernels.device import (
     PathReport,
     PendingCopy,
 )
-from hma_triton.kernels.reference import ReferenceCopier
 from hma_triton.kv_layer_groups import KVLayerGroupsManager
 from hma_triton.layout_hints import hints_with_blocks
 from hma_triton.object_buffers import ObjectBuffer, id_arrays, object_address
-from hma_triton.plan import TransferPlan, plan_retrieve, plan_store
-
-BACKENDS = ("auto", "cpu", "device", "triton", "reference")
-
-
-class Copier(Protocol):
-    """What executes a plan; see `kernels.addressing` for the formula."""
-
-    @property
-    def name(self) -> str:
-        """Short name, for results and metrics."""
-
-    def prepare(self, specs: Sequence[CopySpec]) -> None:
-        """Compile and upload whatever `specs` need, once, at registration."""
-
-    def copy_blocks(
-        self,
-        spec: CopySpec,
-        direction: Direction,
-        block_ids: Int64Array,
-        object_addresses: Int64Array,
-    ) -> None:
-        """Move `block_ids` [n] to or from `object_addresses` [n]; done when it returns."""
-
-    def close(self) -> None:
-        """Release threads and tables."""
+from hma_triton.plan import BoolArray, TransferPlan, plan_transfer
 
 
 class WaitEvent(Protocol):
@@ -145,12 +118,12 @@ class TransferEngine:
         self.chunk_tokens = chunk_tokens
         # normalised caches; held, for the pools must outlive every address taken from them
         self.layers = layers
-        laid_out = lay_out(self.manager, self.object_layout, null_block_id)
-        self.layout = laid_out.plan
-        self._specs = laid_out.specs
-        self._object_nbytes = laid_out.object_nbytes
-        self._copier = _make_copier(
-            backend, _device_of(layers), threads, pinned_host, device_settings
+        self._laid_out = lay_out(self.manager, self.object_layout, null_block_id)
+        self.layout = self._laid_out.plan
+        self._specs = self._laid_out.specs
+        self._object_nbytes = self._laid_out.object_nbytes
+        self._copier = make_copier(
+            backend, device_of(layers), threads, pinned_host, device_settings
         )
         self._copier.prepare(self.copy_specs)
 
@@ -243,7 +216,7 @@ class TransferEngine:
         The caller vouches for `object_nbytes` writable bytes at every address.
         """
         present = self._present(object_addresses)
-        plan = plan_store(self.layout, id_arrays(block_ids), present, skip_tokens)
+        plan = self.plan(Direction.STORE, block_ids, present, skip_tokens)
         return self._execute(Direction.STORE, plan, object_addresses, wait_event, wait)
 
     def retrieve_addresses(
@@ -257,8 +230,26 @@ class TransferEngine:
     ) -> TransferResult:
         """`retrieve` with objects given as addresses, see `store_addresses`."""
         present = self._present(object_addresses)
-        plan = plan_retrieve(self.layout, id_arrays(block_ids), present, skip_tokens)
+        plan = self.plan(Direction.RETRIEVE, block_ids, present, skip_tokens)
         return self._execute(Direction.RETRIEVE, plan, object_addresses, wait_event, wait)
+
+    def plan(
+        self,
+        direction: Direction,
+        block_ids: Sequence[Any],
+        present: BoolArray,
+        skip_tokens: int = 0,
+    ) -> TransferPlan:
+        """What a call would move, checked, without moving it.
+
+        Args:
+            present: `[num_object_groups, num_chunks]`, the objects that are there.
+        """
+        return plan_transfer(direction, self.layout, id_arrays(block_ids), present, skip_tokens)
+
+    def estimate(self, plan: TransferPlan) -> TransferEstimate:
+        """Bytes, contiguous runs and launches of a plan."""
+        return estimate(plan, self._laid_out)
 
     def close(self) -> None:
         """Release the executor's threads and tables; the pools stay the caller's."""
@@ -312,7 +303,7 @@ class TransferEngine:
                 jobs.append(CopyJob(spec, group.block_ids, places))
         return jobs
 
-    def _present(self, object_addresses: Sequence[Int64Array]) -> npt.NDArray[np.bool_]:
+    def _present(self, object_addresses: Sequence[Int64Array]) -> BoolArray:
         if len(object_addresses) != len(self._object_nbytes):
             raise PlanError(
                 f"objects for {len(object_addresses)} object groups; this registration has "
@@ -345,52 +336,3 @@ class TransferEngine:
                 f"{len(self._object_nbytes)}"
             )
         return self._object_nbytes[object_group]
-
-
-def _device_of(layers: Any) -> torch.device:
-    """The one device that all caches are on.
-
-    Raises:
-        GroupMismatchError: caches on several devices.
-    """
-    devices = {tensor.device for tensor in _tensors(layers)}
-    if len(devices) != 1:
-        raise GroupMismatchError(
-            f"caches are on {sorted(map(str, devices))}; one registration has one device"
-        )
-    return devices.pop()
-
-
-def _tensors(caches: Any) -> list[torch.Tensor]:
-    if isinstance(caches, torch.Tensor):
-        return [caches]
-    values = caches.values() if isinstance(caches, Mapping) else caches
-    return [tensor for value in values for tensor in _tensors(value)]
-
-
-def _make_copier(
-    backend: str,
-    device: torch.device,
-    threads: int | None,
-    pinned_host: PinnedHost | None,
-    device_settings: DeviceSettings | None,
-) -> Copier:
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend {backend!r} is unknown; use one of {', '.join(BACKENDS)}")
-    if backend == "auto":
-        backend = "cpu" if device.type == "cpu" else "device"
-    if backend == "reference":
-        return ReferenceCopier()
-    if backend == "cpu":
-        if device.type != "cpu":
-            raise ConfigError(f"backend 'cpu' cannot read caches on {device}; use 'device'")
-        return CpuCopier(threads)
-    if backend == "device" and device.type == "cpu":
-        raise ConfigError("backend 'device' serves caches on a GPU; CPU caches take 'cpu'")
-    from hma_triton.kernels.triton_copier import TritonCopier
-
-    if backend == "triton":
-        return TritonCopier(device)
-    settings = device_settings or DeviceSettings()
-    kernel = TritonCopier(device, program_cap=settings.program_cap)
-    return DeviceCopier(device, pinned_host, kernel=kernel, settings=settings)

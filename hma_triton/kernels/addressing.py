@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from enum import Enum
 from itertools import pairwise
 
 import numpy as np
@@ -26,18 +26,12 @@ import numpy.typing as npt
 
 from hma_triton.errors import UnsupportedLayoutError
 from hma_triton.kv_format import LayerPages, PlanePages
+from hma_triton.plan import Direction as Direction
 from hma_triton.units import align_up
 
 REGION_ALIGN_BYTES = 64
 
 Int64Array = npt.NDArray[np.int64]
-
-
-class Direction(IntEnum):
-    """Which way the bytes go."""
-
-    STORE = 0
-    RETRIEVE = 1
 
 
 class ObjectLayout(str, Enum):

@@ -6,14 +6,16 @@ turns block ids into a frozen plan. A `TransferPlan` stays factored: ids and pla
 group, in arrays; `kernels.addressing` knows the bytes.
 """
 
-from hma_triton.plan.hits import Hit, longest_hit
+from hma_triton.plan.hits import BoolArray, Hit, longest_hit
 from hma_triton.plan.transfer import (
+    Direction,
     GroupPlan,
     PlanGroup,
     PlanLayout,
     TransferPlan,
     plan_retrieve,
     plan_store,
+    plan_transfer,
     storable_chunks,
 )
 from hma_triton.plan.windows import (
@@ -27,6 +29,8 @@ from hma_triton.plan.windows import (
 
 __all__ = [
     "MINIMUM_CHUNK_TOKENS",
+    "BoolArray",
+    "Direction",
     "GroupPlan",
     "Hit",
     "PlanGroup",
@@ -40,5 +44,6 @@ __all__ = [
     "longest_hit",
     "plan_retrieve",
     "plan_store",
+    "plan_transfer",
     "storable_chunks",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,13 @@ from hma_triton.plan.windows import ReuseRule
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 IdArray = npt.NDArray[np.integer]
+
+
+class Direction(IntEnum):
+    """Which way the bytes go."""
+
+    STORE = 0
+    RETRIEVE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +156,18 @@ def _storable(layout: PlanLayout, kept: Sequence[Int64Array], num_chunks: int) -
     for group, table in zip(layout.groups, kept, strict=True):
         storable[group.object_group] &= _is_real(table, layout.null_block_id).all(axis=1)
     return storable
+
+
+def plan_transfer(
+    direction: Direction,
+    layout: PlanLayout,
+    block_ids: Sequence[IdArray],
+    present: BoolArray,
+    skip_tokens: int = 0,
+) -> TransferPlan:
+    """Plan a store or a retrieve of the objects in `present`; see the two functions below."""
+    plan = plan_store if direction is Direction.STORE else plan_retrieve
+    return plan(layout, block_ids, present, skip_tokens)
 
 
 def plan_store(

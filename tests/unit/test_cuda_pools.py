@@ -137,7 +137,7 @@ def test_a_store_and_a_retrieve_of_a_mapped_pool_through_the_pinned_arena(
     driver = FakeCudaDriver(gpu)
     monkeypatch.setattr(
         engine_module,
-        "_make_copier",
+        "make_copier",
         lambda *_: DeviceCopier(
             torch.device("cpu"),
             pinned,

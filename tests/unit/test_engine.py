@@ -19,6 +19,7 @@ from hma_triton.errors import (
     PlanError,
 )
 from hma_triton.group_view import EngineGroupInfo
+from hma_triton.kernels.addressing import Direction
 
 NUM_BLOCKS = 12
 BACKENDS = ["reference", "cpu"]
@@ -314,3 +315,34 @@ def test_a_non_hybrid_engine_needs_no_infos() -> None:
         # compared as bytes: random bf16 bits hold NaNs
         assert torch.equal(old[:, 1:7].flip(1).view(torch.int16), new[:, 1:7].view(torch.int16))
     engine.close()
+
+
+def test_a_plan_says_what_it_costs_before_a_byte_moves() -> None:
+    hybrid = Hybrid.build()
+    engine = hybrid.engine("reference")
+    before = storage_bytes(hybrid.pool).clone()
+    present = np.ones((3, 2), dtype=np.bool_)
+    ids = [[1, 2, 3, 4], [5, 6], [7, 8, 10, 11]]
+    plan = engine.plan(Direction.STORE, ids, present)
+    cost = engine.estimate(plan)
+    page = 16 * 2 * 8
+    assert cost.nbytes == 2 * 4 * page + 2 * 200 + 2 * 4 * page
+    assert cost.num_blocks == 10
+    assert cost.launches == 3
+    # ids 1 2 | 3 4 and 7 8 | 10 11 join inside each chunk, in two layers each; states never adjoin
+    assert cost.runs == 2 * 2 + 2 + 2 * 2
+    skipped = engine.plan(Direction.RETRIEVE, ids, present, skip_tokens=32)
+    assert engine.estimate(skipped).nbytes == 2 * 2 * page + 200 + 2 * 2 * page
+    assert engine.estimate(engine.plan(Direction.STORE, ids, ~present)).launches == 0
+    assert torch.equal(storage_bytes(hybrid.pool), before)
+
+
+@pytest.mark.parametrize("layout", ["opaque", "token_major"])
+def test_every_spec_ends_inside_its_object(layout: str) -> None:
+    hybrid = Hybrid.build()
+    engine = hybrid.engine("reference", object_layout=layout)
+    for group in engine.layout.groups:
+        for spec in engine.specs_of(group.kernel_group_index):
+            last = (spec.blocks_per_object - 1) * spec.object_block_stride_bytes
+            end = spec.region_offset_bytes + last + spec.object_extent_bytes
+            assert end <= engine.object_nbytes(group.object_group)
