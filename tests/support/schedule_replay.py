@@ -28,7 +28,9 @@ from hma_triton.integration.vllm.worker_half import WorkerHalf
 from hma_triton.keys import EngineFacts
 
 Tables = Sequence[Sequence[int]]
-POLLS = 400
+PATIENCE_S = 60.0
+# A busy machine must not turn a hit into a miss, unless a test is about that.
+PATIENT = {"hma.lookup_timeout_s": 20.0, "hma.store_timeout_s": 60.0}
 
 
 @dataclass(eq=False)
@@ -90,7 +92,9 @@ class ReplayEngine:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        chosen = ConnectorSettings.from_extra_config({"hma.server_url": url, **(settings or {})})
+        chosen = ConnectorSettings.from_extra_config(
+            {"hma.server_url": url, **PATIENT, **(settings or {})}
+        )
         self.shape = engine_shape(kv_cache_config, chunk_tokens=chosen.chunk_tokens)
         identity = EngineIdentity(name, model, EngineFacts(), world_size, 1)
         self.worker_client = HmaClient(url, role="replay-worker")
@@ -122,7 +126,8 @@ class ReplayEngine:
 
     def matched(self, request: Request, local_tokens: int = 0) -> int:
         """Tokens that can be loaded beyond `local_tokens`, once the server has answered."""
-        for _ in range(POLLS):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             tokens, asynchronous = self.scheduler.matched_tokens(request, local_tokens)
             if tokens is not None:
                 assert asynchronous == (tokens > 0)
@@ -163,7 +168,8 @@ class ReplayEngine:
     def drain(self) -> StepResult:
         """Idle steps until no load is in flight."""
         total = StepResult(HMAConnectorMetadata())
-        for _ in range(POLLS * 10):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             result = self.step({})
             total.finished |= result.finished
             total.failed |= result.failed
