@@ -175,6 +175,7 @@ class PlanePages:
 class LayerPages:
     """Where one layer's pages lie: planes (2 where K and V lie apart), blocks, slots, heads.
 
+    ``planes_share_rows``: the planes are parts of one latent, side by side in a token's row.
     ``planar_bytes``: see :class:`FormatRow`; such a page is ``num_slots * sum`` dense bytes.
     """
 
@@ -183,6 +184,7 @@ class LayerPages:
     num_slots: int
     num_heads: int
     planar_bytes: tuple[int, ...] = ()
+    planes_share_rows: bool = False
 
     @property
     def page_bytes(self) -> int:
@@ -308,6 +310,7 @@ class FormattedCaches:
             num_slots=self.block_size(layer),
             num_heads=self.num_heads(layer),
             planar_bytes=self.row.planar_bytes,
+            planes_share_rows=self.row.lists[-1:] == ("NP",),
         )
 
     def _planes_of(self, tensor: torch.Tensor, layer: int) -> list[PlanePages]:

@@ -254,8 +254,8 @@ def _token_major_specs(
 ) -> tuple[list[CopySpec], int]:
     """Token rows `[plane][layer][slot][heads * content]`, LMCache's order.
 
-    Planes of different width (latent, rope, indexer key) and planar fields (values, scales)
-    stand side by side in a token's row; equal planes are outermost.
+    Planes of one latent (latent, rope, indexer key) and planar fields (values, scales) stand side
+    by side in a token's row; K and V are outermost.
     """
     first = pages[0]
     slots, heads, layers = first.num_slots, first.num_heads, len(pages)
@@ -266,7 +266,7 @@ def _token_major_specs(
             ([layer.planes[0].address + offsets[i] for layer in pages], first.planes[0], width)
             for i, width in enumerate(widths)
         ]
-    elif len({plane.content_bytes for plane in first.planes}) > 1:
+    elif first.planes_share_rows:
         widths = [heads * plane.content_bytes for plane in first.planes]
         streams = [
             ([layer.planes[i].address for layer in pages], plane, plane.content_bytes)

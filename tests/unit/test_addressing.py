@@ -16,7 +16,7 @@ from hma_triton.kernels.addressing import (
     merge_adjacent,
 )
 from hma_triton.kernels.reference import ReferenceCopier
-from hma_triton.kv_format import LayerPages, PlanePages
+from hma_triton.kv_format import EngineKVFormat, LayerPages, PlanePages, layer_pages
 
 
 def random_bytes(*shape: int) -> torch.Tensor:
@@ -167,17 +167,12 @@ def test_planar_pages_stay_planar_or_become_token_rows() -> None:
     assert torch.equal(gather(token_major(pages, 2), [3, 1]), rows)
 
 
-def test_tuples_of_unequal_planes_stand_side_by_side_in_token_rows() -> None:
-    latent, rope = random_bytes(5, 4, 1, 24), random_bytes(5, 4, 1, 8)
-    layer = LayerPages(
-        planes=(
-            PlanePages(latent.data_ptr(), latent.stride(0), 24, 24, 24),
-            PlanePages(rope.data_ptr(), rope.stride(0), 8, 8, 8),
-        ),
-        num_blocks=5,
-        num_slots=4,
-        num_heads=1,
-    )
+@pytest.mark.parametrize(("latent_bytes", "rope_bytes"), [(24, 8), (16, 16)])
+def test_planes_of_a_latent_stand_side_by_side_in_token_rows(
+    latent_bytes: int, rope_bytes: int
+) -> None:
+    latent, rope = random_bytes(5, 4, 1, latent_bytes), random_bytes(5, 4, 1, rope_bytes)
+    (layer,) = layer_pages(EngineKVFormat.NL_X_NP_X_NB_BS_ONE_HS, [(latent, rope)])
     plain = torch.cat([latent[[2, 4]].reshape(-1), rope[[2, 4]].reshape(-1)])
     assert torch.equal(gather(opaque([layer], 2), [2, 4]), plain)
     rows = torch.cat([latent[[2, 4]], rope[[2, 4]]], dim=-1).reshape(-1)
