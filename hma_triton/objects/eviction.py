@@ -39,12 +39,12 @@ class VictimQueue:
     def offer(self, namespace: Namespace, records: Records) -> None:
         """Records that may have become evictable leaves."""
         index = namespace.index
-        for record in records.tolist():
-            if index.first_child[record] == NONE:
-                stamp = int(index.stamp[record])
-                # newer ones are found by the next look at all leaves
-                if stamp <= self._horizon:
-                    heapq.heappush(self._heap, (stamp, namespace.number, record))
+        stamps = index.stamp[records]
+        # newer ones are found by the next look at all leaves
+        leaves = np.flatnonzero((stamps <= self._horizon) & (index.first_child[records] == NONE))
+        for place in leaves.tolist():
+            entry = (int(stamps[place]), namespace.number, int(records[place]))
+            heapq.heappush(self._heap, entry)
 
     def take(self, namespaces: Mapping[int, Namespace], clock: int) -> tuple[Namespace, int] | None:
         """The leaf that was used longest ago; None when nothing may go."""

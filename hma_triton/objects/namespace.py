@@ -122,6 +122,11 @@ class Namespace:
             return one_rank
         return np.stack([there[:, columns].all(axis=1) for columns in self.columns])
 
+    def total_bytes(self, records: Records) -> int:
+        """Arena bytes of all objects of the records, those being written too."""
+        held = np.count_nonzero(self.index.state.take(records, axis=0), axis=0)
+        return int(held @ self.column_bytes)
+
     def record_bytes(self, records: Records) -> npt.NDArray[np.int64]:
         """[n]: arena bytes of the records' objects, those being written too."""
         held: npt.NDArray[np.int64] = (self.index.state[records] != 0) @ self.column_bytes

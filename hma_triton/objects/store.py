@@ -183,6 +183,8 @@ class ObjectStore:
 
     def _chunks_within_pin_limit(self, namespace: Namespace, records: Records) -> int:
         room = self._pin_limit_bytes - self.pinned_bytes
+        if namespace.total_bytes(records[records != NONE]) <= room:
+            return int(records.shape[0])
         fresh = (records != NONE) & (namespace.index.pins[records] == 0)
         needed = np.cumsum(namespace.record_bytes(records) * fresh)
         return int(np.searchsorted(needed, room, side="right"))
@@ -197,10 +199,12 @@ class ObjectStore:
 
     def pin(self, namespace: Namespace, records: Records) -> Records:
         """Keep the records until `unpin` is given the result."""
-        records = np.unique(records)
-        pins = namespace.index.pins
-        fresh = records[pins[records] == 0]
-        self.pinned_bytes += int(namespace.record_bytes(fresh).sum())
+        index = namespace.index
+        if not (index.parent[records[1:]] == records[:-1]).all():
+            # no chain, so one of them may be named twice
+            records = np.unique(records)
+        pins = index.pins
+        self.pinned_bytes += namespace.total_bytes(records[pins[records] == 0])
         pins[records] += 1
         return records
 
@@ -208,9 +212,10 @@ class ObjectStore:
         """Undo one `pin`."""
         pins = namespace.index.pins
         pins[records] -= 1
-        loose = records[pins[records] == 0]
-        assert not records.size or int(pins[records].min()) >= 0, "a pin is undone once"
-        self.pinned_bytes -= int(namespace.record_bytes(loose).sum())
+        left = pins[records]
+        assert not records.size or int(left.min()) >= 0, "a pin is undone once"
+        loose = records[left == 0]
+        self.pinned_bytes -= namespace.total_bytes(loose)
         self._space.offer(namespace, loose)
 
     # stores
