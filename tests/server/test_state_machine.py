@@ -28,10 +28,12 @@ from support.store_model import Oracle
 
 from hma_triton import messages as m
 from hma_triton.config import ServerConfig
+from hma_triton.engine import TransferEngine
 from hma_triton.keys import EngineFacts
 from hma_triton.objects.arena import Arena
 from hma_triton.objects.chunk_index import ABSENT, NONE
 from hma_triton.process_identity import this_process
+from hma_triton.server import registration
 from hma_triton.server.handlers import Handlers
 from hma_triton.server.jobs import Job, RetrieveJob, StoreJob
 from hma_triton.tensor_ipc import export_kv_caches
@@ -89,6 +91,21 @@ class InlineExecutor:
 
     def shutdown(self, **unused: object) -> None:
         pass
+
+
+@functools.cache
+def shared_engine(rank: int) -> TransferEngine:
+    """Building an engine takes longer than a whole run of the machine; one per rank serves all."""
+    pool = shared_pools()[0][rank]
+    engine = TransferEngine(
+        pool.kv,
+        pool.infos,
+        layout_hints={"kv_layout": "HND"},
+        chunk_tokens=CHUNK_TOKENS,
+        threads=1,
+    )
+    engine.close = lambda: None  # type: ignore[method-assign]
+    return engine
 
 
 @functools.cache
@@ -163,6 +180,7 @@ class ServerMachine(RuleBasedStateMachine):
             self.register(rank)
 
     def register(self, rank: int) -> None:
+        registration.TransferEngine = lambda *_, **__: shared_engine(rank)  # type: ignore[misc]
         self.greet(self.worker(rank))
         storages, layers = self.handles[rank]
         pool = self.pools[rank]
@@ -496,7 +514,8 @@ class ServerMachine(RuleBasedStateMachine):
         self.handlers.close()
 
 
-def test_random_interleavings() -> None:
+def test_random_interleavings(monkeypatch) -> None:
+    monkeypatch.setattr(registration, "TransferEngine", registration.TransferEngine)
     run_state_machine_as_test(
         ServerMachine,
         settings=settings(max_examples=2000, stateful_step_count=25),
