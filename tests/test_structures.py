@@ -49,7 +49,9 @@ def test_the_page_lists_the_modules_as_they_are() -> None:
     page = PAGE.read_text()
     assert BEGIN in page
     assert END in page
-    assert page == page_with_list(page), "run python tests/test_structures.py"
+    stale = set(page.splitlines()) ^ set(page_with_list(page).splitlines())
+    assert not stale, "run python tests/test_structures.py"
+    assert page == page_with_list(page)
 
 
 def test_the_readme_links_every_page_and_no_link_is_dead() -> None:
