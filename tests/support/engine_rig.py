@@ -19,6 +19,15 @@ from hma_triton.server.launch import EmbeddedServer, start_embedded
 CONNECTOR = "hma_triton.integration.vllm.connector"
 ARENA_BYTES = 256 << 20
 MLA_TOLERANCE = 0.1
+# what a busy machine may take; tests of deadlines set their own
+PATIENT = {
+    "hma.timeout_s": 60,
+    "hma.start_timeout_s": 60,
+    "hma.lookup_timeout_s": 60,
+    "hma.store_timeout_s": 60,
+    "hma.slow_store_s": 60,
+    "hma.load_timeout_s": 120,
+}
 
 
 class Rig:
@@ -67,7 +76,7 @@ class Rig:
         """Another engine with the connector; `extra` goes to its `hma.*` settings."""
         transfer = changes.pop("kv_transfer_config", {})
         environment = changes.pop("environment", None)
-        settings = {"hma.audit": str(self.audit_path), **(extra or {})}
+        settings = {**PATIENT, "hma.audit": str(self.audit_path), **(extra or {})}
         if "hma.server_url" not in settings:
             settings["hma.server_url"] = self.server.url
         config = {

@@ -23,6 +23,7 @@ class ConnectorSettings:
     start_timeout_s: how long start-up waits for a server before it goes on without one.
     lookup_timeout_s: after this a lookup that was not answered counts as a miss.
     store_timeout_s: the longest that one engine step waits for its stores.
+    slow_store_s: a store that took longer, beside the time its bytes need, counts as slow.
     load_timeout_s: after this a load is given up and reported as failed.
     breaker_s: how long stores are skipped after the server failed or was slow.
     namespace: keeps engines with different namespaces apart.
@@ -39,6 +40,7 @@ class ConnectorSettings:
     start_timeout_s: float = 10.0
     lookup_timeout_s: float = 0.5
     store_timeout_s: float = 2.0
+    slow_store_s: float = 0.1
     load_timeout_s: float = 30.0
     breaker_s: float = 10.0
     namespace: str = ""

@@ -26,9 +26,12 @@ from hma_triton.integration.vllm.stats import HMAStats
 from hma_triton.integration.vllm.warn_once import WarnOnce
 from hma_triton.messages import RetrieveReply, StoreReply
 
-SLOW_SECONDS = 0.1
+REPLY_MARGIN_S = 0.1
+"""How long after a store's deadline its answer may still be on its way."""
 SLOW_BYTES_PER_SECOND = 200e6
-"""A committed store is slow when it took longer than the first plus its bytes at the second."""
+"""A committed store is slow when it took `slow_store_s` longer than its bytes at this rate."""
+UNKNOWN = "timeout"
+"""The code of a store that was not answered: the server may have committed it in time."""
 AWAY = ("unavailable", "timeout", "busy", "shutting_down", "deadline")
 """Codes that speak of the server's state, not of this store."""
 
@@ -128,10 +131,11 @@ class WorkerHalf:
             return
         started = time.monotonic()
         event = self._registration.step_event()
-        tickets = [(job, self._store_submit(job, event)) for job in meta.stores]
+        # one deadline for all: nothing is committed after the step has given up waiting
         end = started + self._settings.store_timeout_s
+        tickets = [(job, self._store_submit(job, event, end)) for job in meta.stores]
         for job, ticket in tickets:
-            reply = ticket.wait(max(0.0, end - time.monotonic()) + SLOW_SECONDS)
+            reply = ticket.wait(max(0.0, end - time.monotonic()) + REPLY_MARGIN_S)
             self._take_store(job, reply, time.monotonic() - started)
         self.stats.add("store_seconds", time.monotonic() - started)
 
@@ -155,7 +159,7 @@ class WorkerHalf:
         self._registration.close()
         self._client.close()
 
-    def _store_submit(self, job: StoreJob, event: Any) -> Ticket[StoreReply]:
+    def _store_submit(self, job: StoreJob, event: Any, end: float) -> Ticket[StoreReply]:
         return self._client.store_submit(
             self._registration.instance_id,
             self._registration.rank,
@@ -163,7 +167,7 @@ class WorkerHalf:
             job.digests,
             job.parent,
             self._registration.expand(job.block_ids),
-            deadline_s=self._settings.store_timeout_s,
+            deadline_s=max(0.0, end - time.monotonic()),
             event=event,
         )
 
@@ -174,14 +178,14 @@ class WorkerHalf:
             self.stats.add("stored_bytes", reply.nbytes)
             end = job.start_chunk + len(job.digests)
             self._meta.stored[job.request_id, job.start_chunk, end] = 1
-            if self._audit is not None:
-                first = job.start_chunk * self._registration.chunk_tokens
-                self._audit.record("store", job.request_id, job.digests, job.block_ids, first)
-            slow = seconds > SLOW_SECONDS + reply.nbytes / SLOW_BYTES_PER_SECOND
+            self._audit_store(job)
+            slow = seconds > self._settings.slow_store_s + reply.nbytes / SLOW_BYTES_PER_SECOND
             if self._breaker.succeeded(slow=slow):
                 self._warn("slow", "the cache server is slow (%.2f s for a store)", seconds)
             return
-        code = "timeout" if reply is None else reply.code
+        code = UNKNOWN if reply is None else reply.code
+        if code == UNKNOWN:
+            self._audit_store(job)
         self.stats.add("failed_stores")
         self.stats.add_reason("failures", code)
         self._meta.failed[job.request_id] = job.start_chunk
@@ -189,6 +193,11 @@ class WorkerHalf:
             self._breaker.failed()
         message = "" if reply is None else reply.message
         self._warn(code, "a store failed with %r: %s; the engine goes on without it", code, message)
+
+    def _audit_store(self, job: StoreJob) -> None:
+        if self._audit is not None:
+            first = job.start_chunk * self._registration.chunk_tokens
+            self._audit.record("store", job.request_id, job.digests, job.block_ids, first)
 
     def _loaded(self, loading: _Loading, reply: RetrieveReply) -> None:
         self.stats.add("loads")
