@@ -73,6 +73,8 @@ class SchedulerHalf:
         self._world_size = world_size
         self._events = events
         self._tracked: dict[str, Tracked] = {}
+        # Requests that may still fill a chunk, in order of arrival.
+        self._storing: dict[str, None] = {}
         self._orders: list[LoadJob] = []
         self._next_renewal = 0.0
         self.stats = HMAStats()
@@ -81,6 +83,8 @@ class SchedulerHalf:
         """Track a request and send its lookup."""
         tracked = Tracked(request)
         self._tracked[request.request_id] = tracked
+        if self._stores:
+            self._storing[request.request_id] = None
         self._ask(tracked)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -126,13 +130,12 @@ class SchedulerHalf:
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._tracked:
                 self._restart(self._tracked[request_id])
-        if self._stores:
+        if self._storing:
             block_state = scheduler_output.kv_connector_block_state
-            for request_id, count in scheduler_output.num_scheduled_tokens.items():
-                tracked = self._tracked.get(request_id)
-                if tracked is None:
-                    continue
-                job = self._store_job(tracked, count, block_state)
+            scheduled = scheduler_output.num_scheduled_tokens
+            # A decode step has nothing to store and is not to pay for it.
+            for request_id in [one for one in self._storing if one in scheduled]:
+                job = self._store_job(self._tracked[request_id], scheduled[request_id], block_state)
                 if job is not None:
                     meta.stores.append(job)
         self._renew_leases()
@@ -158,6 +161,7 @@ class SchedulerHalf:
     def finished(self, request: Any) -> None:
         """A request has ended, in whatever way. A load in flight ends its own lease."""
         tracked = self._tracked.pop(request.request_id, None)
+        self._storing.pop(request.request_id, None)
         if tracked is not None and tracked.phase is Phase.WAITING:
             self._let_go(tracked)
 
@@ -207,6 +211,8 @@ class SchedulerHalf:
     def _restart(self, tracked: Tracked) -> None:
         """A preempted request starts from token 0 again, outputs included."""
         tracked.phase = Phase.WAITING
+        if self._stores:
+            self._storing[tracked.request.request_id] = None
         self._ask(tracked)
 
     def _renew_leases(self) -> None:
@@ -251,12 +257,13 @@ class SchedulerHalf:
     def _store_job(self, tracked: Tracked, count: int, block_state: Any) -> StoreJob | None:
         """The chunks whose last token this step computes, or that an earlier store left behind."""
         request = tracked.request
-        tracked.phase = Phase.RUNNING
         step_end = request.num_computed_tokens + count
         if self._settings.store_decode:
             most = min(step_end, request.num_tokens)
         else:
             most = min(step_end, request.num_prompt_tokens)
+            if step_end >= request.num_prompt_tokens:
+                self._storing.pop(request.request_id, None)
         done = self._whole_chunks(request, most)
         start = tracked.next_chunk
         if done <= start:
@@ -323,6 +330,7 @@ class SchedulerHalf:
         for request_id, chunk in meta.failed.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
+                # Sent again beside the next chunk that this request fills, if it fills one.
                 tracked.next_chunk = min(tracked.next_chunk, chunk)
         if self._events is None:
             return
