@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -172,8 +173,15 @@ def main(names: list[str]) -> int:
         print(f"no such stage: {', '.join(sorted(unknown))}; there are {known}", file=sys.stderr)
         return 2
     LOGS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="hma-s-") as folder:
+        # Temporary files of this run alone; pytest's own stay where they can be looked at.
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        return _run_all([stage for stage in STAGES if not names or stage.name in names])
+
+
+def _run_all(stages: list[Stage]) -> int:
     before = take_snapshot()
-    stages = [stage for stage in STAGES if not names or stage.name in names]
     runner = Runner(stages)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
