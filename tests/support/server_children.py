@@ -132,11 +132,6 @@ class DriverChild:
             deadline_s=deadline_s,
         )
 
-    def load_poll(self, request: str) -> str | None:
-        """None while the blocks are not the engine's; else the outcome's code."""
-        reply = self._tickets[request].poll()
-        return None if reply is None else (reply.code or "ok")
-
     def load_result(self, seed: int, chunks: int, request: str) -> tuple[bool, str]:
         reply: m.RetrieveReply = self._tickets.pop(request).result()
         if reply.ok:

@@ -64,9 +64,16 @@ class Child:
         assert poller.poll(timeout_s * 1000), f"process {self.pid} does not end"
         self.ended = True
 
+    def has_answer(self) -> bool:
+        """Whether the posted call has been answered."""
+        return self.connection.poll(0)
+
+    def has_stopped_at(self, point: str) -> bool:
+        return (self.stop_folder / point).exists() and self.is_stopped()
+
     def wait_stopped_at(self, point: str, timeout_s: float = 30.0) -> None:
         until = time.monotonic() + timeout_s
-        while not (self.stop_folder / point).exists() or not self.is_stopped():
+        while not self.has_stopped_at(point):
             assert time.monotonic() < until, f"process {self.pid} never came to {point}"
             time.sleep(0.002)
 
