@@ -234,10 +234,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
             CPU, pinned, kernel=made.kernel_class(made), settings=settings, driver=driver
         )
 
-    real = engine_module._make_copier
+    real = engine_module.make_copier
     monkeypatch.setattr(
         engine_module,
-        "_make_copier",
+        "make_copier",
         lambda backend, *rest: (
             copier(backend, *rest) if backend == "device" else real(backend, *rest)
         ),
