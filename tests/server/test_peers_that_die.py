@@ -58,20 +58,22 @@ def operate_until_stopped(stopped: Child, driver: Child, point: str) -> float:
     On a machine so busy that the deadline passes before the point is reached, try a longer one.
     Gives the deadline, in seconds.
     """
+    answers = []
     for deadline_s in (SHORT_S, 4 * SHORT_S, 16 * SHORT_S, LONG_S):
         operate(driver, point, deadline_s)
         while not driver.has_answer():
             if stopped.has_stopped_at(point):
                 return deadline_s
             time.sleep(0.002)
-        driver.answer()
-    raise AssertionError(f"{point} was never reached")
+        answers.append(driver.answer())
+    raise AssertionError(f"{point} was never reached: {answers}")
 
 
 def prepare(driver: Child, point: str) -> None:
     """What must have happened before the operation at `point` makes sense."""
     if point.split(".")[1] != "store":
-        assert driver.call("store", 1, CHUNKS, LONG_S)[:2] == ("", CHUNKS * 3)
+        # in later rounds it is there already
+        assert driver.call("store", 1, CHUNKS, LONG_S)[0] == ""
 
 
 def check_serves(driver: Child, seed: int = 2) -> None:
@@ -106,7 +108,8 @@ def check_flat(process: Child, before: dict[str, int]) -> None:
         after = process.call("facts")
         flat = (
             after["descriptors"] <= before["descriptors"]
-            and after["threads"] <= before["threads"]
+            # the second of two control threads starts when it is first needed
+            and after["threads"] <= before["threads"] + 1
             and after["resident_bytes"] - before["resident_bytes"] < 8 << 20
         )
         if flat:
