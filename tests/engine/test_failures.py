@@ -14,7 +14,7 @@ import pytest
 import zmq
 from support.engine_cases import check_equal
 from support.engine_families import prompt
-from support.engine_probes import forget_our_keys, tracked_requests
+from support.engine_probes import forget_our_keys, tracked_requests, wait_for_lookups
 from support.engine_process import Engine
 from support.engine_rig import Rig, audit_lines
 from support.replay_tools import eventually
@@ -85,7 +85,7 @@ def test_blocks_under_load_stay_taken_until_the_copier_is_known_dead(
         engine.reset_prefix_cache()
         loads = len(audit_lines(rig.audit_path, "load"))
         engine.call("add", "stalled", asked, {})
-        time.sleep(0.5)
+        engine.run(wait_for_lookups)
         os.kill(lone_server.pid, signal.SIGSTOP)
         time.sleep(0.1)
         assert engine.call("step", 40) == {}
@@ -113,7 +113,7 @@ def test_a_failed_load(rig: Rig, lone_server: EmbeddedServer, policy: str) -> No
         engine.generate([asked])
         engine.reset_prefix_cache()
         engine.call("add", "failing", asked, {})
-        time.sleep(0.5)
+        engine.run(wait_for_lookups)
         assert engine.run(forget_our_keys) > 0
         finished: dict[str, Any] = {}
         eventually(lambda: finished.update(engine.call("step", 20)) or finished, 20.0)

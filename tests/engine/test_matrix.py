@@ -15,9 +15,11 @@ from support.engine_probes import (
     set_token_budget,
     tracked_requests,
     usage_together,
+    wait_for_lookups,
 )
-from support.engine_process import Engine
+from support.engine_process import Completion, Engine
 from support.engine_rig import Rig, audit_lines, check_audit
+from support.replay_tools import eventually
 
 from hma_triton.config import ServerConfig
 from hma_triton.server.launch import EmbeddedServer, start_embedded
@@ -97,7 +99,7 @@ def test_preempted_requests_resume(rig: Rig) -> None:
     blocks = 1 + (first + most) // 2
     with rig.start_ours(num_gpu_blocks_override=blocks, max_model_len=1024) as small:
         small.run(count_preemptions)
-        given = small.generate(asked, together=True, max_tokens=PREEMPTED_TOKENS)
+        given = run_in_step(small, asked)
         assert small.run(preemptions) > 0
         assert small.run(tracked_requests) == 0
 
@@ -109,6 +111,17 @@ def test_preempted_requests_resume(rig: Rig) -> None:
         assert one.tokens[0] == single.tokens[0]
         if rig.family.repeats_after_preemption and single.tokens == batched:
             assert one.tokens == single.tokens
+
+
+def run_in_step(engine: Engine, asked: list[list[int]]) -> list[Completion]:
+    """All requests begin in one step: no lookup is still under way when the first is admitted."""
+    names = [f"p{index}" for index in range(len(asked))]
+    for name, tokens in zip(names, asked, strict=True):
+        engine.call("add", name, tokens, {"max_tokens": PREEMPTED_TOKENS})
+    engine.run(wait_for_lookups)
+    finished: dict[str, Completion] = {}
+    eventually(lambda: finished.update(engine.call("step", 100)) or len(finished) == 4, 200.0)
+    return [finished[name] for name in names]
 
 
 @pytest.fixture

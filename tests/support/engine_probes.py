@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -196,3 +197,14 @@ def prometheus_values(llm: Any, prefix: str) -> dict[str, float]:
                 name = f"{name}[{reason}]" if reason else name
                 values[name] = values.get(name, 0.0) + sample.value
     return values
+
+
+def wait_for_lookups(llm: Any) -> None:
+    """Return when the server has answered the lookups of all waiting requests."""
+    half = scheduler_of(llm).connector.scheduler
+    waiting = [name for name, tracked in half._tracked.items() if tracked.asked_at is not None]
+    deadline = time.monotonic() + 60
+    while any(half._client.lookup_poll(name) is None for name in waiting):
+        if time.monotonic() > deadline:
+            raise TimeoutError("a lookup was not answered in 60 s")
+        time.sleep(0.005)

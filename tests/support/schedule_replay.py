@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from support.engine_rig import PATIENT
 from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -29,8 +30,6 @@ from hma_triton.keys import EngineFacts
 
 Tables = Sequence[Sequence[int]]
 PATIENCE_S = 60.0
-# A busy machine must not turn a hit into a miss, unless a test is about that.
-PATIENT = {"hma.lookup_timeout_s": 20.0, "hma.store_timeout_s": 60.0}
 
 
 @dataclass(eq=False)

@@ -66,10 +66,8 @@ class HMATritonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             dcp_size=vllm_config.parallel_config.decode_context_parallel_size,
             on_cpu=vllm_config.device_config.device_type == "cpu",
         )
-        self._shape = shape
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._advised = False
         url = settings.server_url or embedded_url(instance_id(vllm_config))
         client = HmaClient(
             url,
@@ -82,7 +80,8 @@ class HMATritonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = _scheduler_half(client, vllm_config, shape, settings)
             unknown_version = check_version(vllm.__version__)
             warnings += [unknown_version] if unknown_version else []
-            for text in warnings + start_warnings(vllm_config):
+            warnings += start_warnings(vllm_config) + reuse_warnings(vllm_config, shape)
+            for text in warnings:
                 logger.warning("hma_triton: %s", text)
         else:
             rank = int(vllm_config.parallel_config.rank)
@@ -153,11 +152,6 @@ class HMATritonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        if not self._advised:
-            # Not in __init__: the engine core changes the block size after that (CPU build).
-            self._advised = True
-            for text in reuse_warnings(self._vllm_config, self._kv_cache_config, self._shape):
-                logger.warning("hma_triton: %s", text)
         return self.scheduler.build_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:

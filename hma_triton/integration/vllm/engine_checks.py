@@ -10,6 +10,7 @@ from hma_triton.integration.vllm.engine_shape import EngineShape
 
 SUPPORTED_VERSIONS = ("0.32",)
 """Minor versions of vLLM that the engine tests run."""
+CPU_BLOCK_TOKENS = 128
 
 
 def check_version(version: str) -> str | None:
@@ -80,11 +81,8 @@ def start_warnings(vllm_config: Any) -> list[str]:
     return warnings
 
 
-def reuse_warnings(vllm_config: Any, kv_cache_config: Any, shape: EngineShape) -> list[str]:
-    """Settings that make hits impossible or rare; asked once the engine is up.
-
-    For recurrent groups only: state exists where a step ended on a block's edge.
-    """
+def reuse_warnings(vllm_config: Any, shape: EngineShape) -> list[str]:
+    """Settings that make hits impossible or rare: state exists where a step ended on its block."""
     longest = int(vllm_config.model_config.max_model_len)
     warnings = []
     if shape.chunk_tokens > longest:
@@ -95,7 +93,7 @@ def reuse_warnings(vllm_config: Any, kv_cache_config: Any, shape: EngineShape) -
     if not shape.recurrent:
         return warnings
     state_tokens = max(shape.tokens_per_block[group] for group in shape.recurrent)
-    split_tokens = int(vllm_config.cache_config.block_size)
+    split_tokens = _split_tokens(vllm_config)
     if split_tokens % state_tokens:
         warnings.append(
             f"few hits are possible: the scheduler ends its steps on multiples of {split_tokens}"
@@ -109,3 +107,16 @@ def reuse_warnings(vllm_config: Any, kv_cache_config: Any, shape: EngineShape) -
             f" {state_tokens} tokens between two recurrent states"
         )
     return warnings
+
+
+def _split_tokens(vllm_config: Any) -> int:
+    """The block length on whose multiples the scheduler will end its steps.
+
+    On the CPU the engine core sets it back to that platform's default after start-up, unless the
+    user gave one (vLLM 0.32, `v1/engine/core.py`).
+    """
+    cache = vllm_config.cache_config
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    if on_cpu and not getattr(cache, "user_specified_block_size", True):
+        return CPU_BLOCK_TOKENS
+    return int(cache.block_size)
