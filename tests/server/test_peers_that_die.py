@@ -92,6 +92,13 @@ def check_any_hit_is_true(driver: Child) -> None:
         assert driver.call("load", 1, CHUNKS, "judge", LONG_S) == (True, "")
 
 
+def check_skipped_at_once(stores: list[tuple[str, int, float]]) -> None:
+    """Nobody waits for a deadline; what a busy machine adds to one of them is not ours."""
+    assert {(code, stored) for code, stored, _ in stores} == {("unavailable", 0)}
+    waits = [waited for _, _, waited in stores]
+    assert min(waits) < 1 and max(waits) < LONG_S / 2, waits
+
+
 def use_once(processes: Nursery, url: str, observer: HmaClient) -> None:
     """What the first use takes for good, in descriptors and memory, is taken before measuring."""
     driver = processes.start("driver", url=url)
@@ -143,9 +150,8 @@ def test_server_killed(processes: Nursery, url: str, point: str, rounds: int) ->
             assert driver.answer() == (False, "unavailable")
         assert time.monotonic() - started < 5, "a dead server is noticed at once"
         assert driver.call("nothing_written_for", 0.05)
-        for _ in range(3):
-            code, _, waited = driver.call("store", 1, CHUNKS, LONG_S)
-            assert code == "unavailable" and waited < 1, "stores in the gap are skipped"
+        gap = [driver.call("store", 1, CHUNKS, LONG_S) for _ in range(3)]
+        check_skipped_at_once(gap)
         server = start_server(processes, url)
         assert driver.call("connected"), "the client comes back and registers by itself"
         assert driver.call("lookup", 1, CHUNKS, "new", LONG_S)[0] == 0
