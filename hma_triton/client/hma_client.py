@@ -89,6 +89,12 @@ class HmaClient:
         hello = self._link.hello
         return None if hello is None else hello.server_id
 
+    @property
+    def lease_s(self) -> float | None:
+        """How long what a lookup found stays pinned, in seconds; None without a server."""
+        hello = self._link.hello
+        return None if hello is None else hello.lease_s
+
     def close(self) -> None:
         """End the connection; the server drops the leases and pools of this client. Idempotent."""
         self._link.close()
@@ -237,7 +243,9 @@ class HmaClient:
 
     def release(self, instance_id: str, request_id: str) -> None:
         """Give up what a lookup pinned and forget its answer. Does not wait."""
-        self._lookups.pop(request_id, None)
+        ticket = self._lookups.pop(request_id, None)
+        if ticket is not None:
+            ticket.withdrawn = True
         self._tell_release(instance_id, request_id)
 
     def _tell_release(self, instance_id: str, request_id: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 
 from hma_triton import messages as m
+from hma_triton.client.dealer import dealer
 from hma_triton.client.ticket import TIMEOUT, UNAVAILABLE, Ticket
 from hma_triton.curve_keys import read_key_file
 from hma_triton.errors import ProtocolError, ServerUnavailableError
@@ -31,6 +32,7 @@ log = logging.getLogger("hma_triton.client")
 _HELLO_RETRY_NS = 1_000_000_000
 _IDLE_MS = 500
 _GOODBYE_WAIT_S = 0.5
+_LOOSE_LIMIT = 4096
 PoolKey = tuple[str, int]
 
 
@@ -62,6 +64,7 @@ class Link:
         self.refusal: m.ErrorReply | None = None
         self._seq = 0
         self._outbox: deque[Ticket[Any]] = deque()
+        self._loose: deque[Callable[[int], m.Request]] = deque(maxlen=_LOOSE_LIMIT)
         self._pending: dict[int, Ticket[Any]] = {}
         self._aborts: dict[int, Ticket[Any]] = {}
         self._late: dict[int, Ticket[Any]] = {}
@@ -84,7 +87,7 @@ class Link:
         self._call(lambda: self._accept(ticket))
 
     def tell(self, make_request: Callable[[int], m.Request]) -> None:
-        """Send a request whose reply nobody waits for; dropped while no server is there."""
+        """Send a request whose reply nobody waits for; a server that is lost needs it no more."""
         self._call(lambda: self._send_loose(make_request))
 
     def remember(self, key: PoolKey, make_request: Callable[[int], m.Request]) -> None:
@@ -166,19 +169,8 @@ class Link:
         """A fresh socket and a hello: a socket that lost its server may hold stale requests."""
         if self._socket is not None:
             self._socket.close(0)
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, self._identity)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, 4 * m.MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        if self._keys is not None:
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public.encode())
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public.encode())
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret.encode())
-        self._socket = socket
-        socket.connect(self.url)
+        self._socket = dealer(self._context, self._identity, self._keys)
+        self._socket.connect(self.url)
         self._say_hello()
 
     def _say_hello(self) -> None:
@@ -209,6 +201,8 @@ class Link:
     def _send_loose(self, make_request: Callable[[int], m.Request]) -> None:
         if self.state is LinkState.READY:
             self._send(make_request(self._next_seq()))
+        else:
+            self._loose.append(make_request)
 
     def _accept(self, ticket: Ticket[Any]) -> None:
         patient = (
@@ -224,6 +218,9 @@ class Link:
             ticket.fail(UNAVAILABLE, f"no server answers on {self.url}")
 
     def _dispatch(self, ticket: Ticket[Any]) -> None:
+        if ticket.withdrawn:
+            ticket.fail(UNAVAILABLE, "withdrawn before it was sent")
+            return
         ticket.seq = self._next_seq()
         request = ticket.make_request(ticket.seq)
         kind = str(request.__struct_config__.tag)
@@ -285,6 +282,7 @@ class Link:
     def _connect_again(self, code: str) -> None:
         log.info("the server has lost this client (%s); saying hello again", code)
         self._set_state(LinkState.AWAY)
+        self.hello = None
         self._patient_until_ns = time.monotonic_ns() + 2 * _HELLO_RETRY_NS
         self._say_hello()
 
@@ -325,6 +323,8 @@ class Link:
         if self._registering or self.state is not LinkState.REGISTERING:
             return
         self._set_state(LinkState.READY)
+        while self._loose:
+            self._send_loose(self._loose.popleft())
         outbox, self._outbox = self._outbox, deque()
         for ticket in outbox:
             self._dispatch(ticket)
@@ -364,6 +364,7 @@ class Link:
         self._pending.clear()
         self._aborts.clear()
         self._late.clear()
+        self._loose.clear()
         self._registering.clear()
         for ticket in pending:
             ticket.fail(UNAVAILABLE, why)

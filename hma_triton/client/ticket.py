@@ -38,6 +38,8 @@ class Ticket(Generic[Answer]):
         self.on_late = on_late
         self.seq = -1
         self.sent = False
+        # set by whoever no longer wants the answer: what has not been sent yet is not sent
+        self.withdrawn = False
         self.abort_seq: int | None = None
         self.retries_left = 1
         self._convert = convert

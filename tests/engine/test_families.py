@@ -61,7 +61,7 @@ def test_a_wrong_page_shows(rig: Rig) -> None:
     rig.audit_path.unlink()
 
 
-@families("gemma3", "qwen3_next", "gemma4")
+@families("gemma3", "qwen3_next")
 def test_a_fresh_engine_finds_the_server(rig: Rig) -> None:
     asked = prompts(seed=3)
     plain = rig.expected(asked)

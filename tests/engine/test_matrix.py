@@ -132,7 +132,7 @@ def lone_server() -> Iterator[EmbeddedServer]:
     made.close()
 
 
-@families("gpt_oss", "qwen3_next")
+@families("gpt_oss")
 def test_the_server_is_killed_in_between(rig: Rig, lone_server: EmbeddedServer) -> None:
     asked = [prompt(1301, seed=30), prompt(777, seed=31)]
     plain = rig.expected(asked)

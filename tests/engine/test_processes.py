@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.engine_cases import check_equal
 from support.engine_families import prompt
 from support.engine_rig import Rig, audit_lines, check_audit, difference
 
@@ -27,39 +27,46 @@ def leavings_of_vllm() -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def hit_and_compare(rig: Rig, engine: Any, plain: Any, lengths: tuple[int, int]) -> list[int]:
-    """Two prompts cold and from the cache: hits, equal to the engine's own cold run and to none."""
-    asked = [prompt(length, seed=50) for length in lengths]
-    without = plain.generate(asked)
-    cold = engine.generate(asked)
-    engine.reset_prefix_cache()
-    warm = engine.generate(asked)
-    assert max(difference(one, other) for one, other in zip(cold, without, strict=True)) == 0
-    assert max(difference(one, other) for one, other in zip(warm, without, strict=True)) == 0
-    return [one.cached_tokens for one in warm]
-
-
 @pytest.mark.parametrize("rig", ["gemma3"], indirect=True)
 def test_an_engine_of_three_processes(rig: Rig, tmp_path: Path) -> None:
-    environment = PROCESSES | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    asked = [prompt(1301, seed=50), prompt(777, seed=50)]
+    plain = rig.expected(asked)
     own_server = {"hma.server_url": "", "hma.host_gb": 0.0625}
-    with (
-        rig.start_ours(own_server, environment=environment) as engine,
-        rig.start_plain(environment=PROCESSES) as plain,
-    ):
-        assert hit_and_compare(rig, engine, plain, (1301, 777)) == [1280, 768]
+    environment = PROCESSES | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with rig.start_ours(own_server, environment=environment) as engine:
+        cold = engine.generate(asked)
+        engine.reset_prefix_cache()
+        warm = engine.generate(asked)
+    assert [one.cached_tokens for one in warm] == [1280, 768]
+    check_equal(rig, cold, plain)
+    check_equal(rig, warm, plain)
     assert not list(tmp_path.rglob("*.sock"))
 
 
 @pytest.mark.parametrize("rig", ["gpt_oss"], indirect=True)
 def test_two_ranks(rig: Rig) -> None:
+    asked = [prompt(1301, seed=52), prompt(777, seed=52)]
+    loads = len(audit_lines(rig.audit_path, "load"))
+    with rig.start_ours(tensor_parallel_size=2, environment=TWO_RANKS) as engine:
+        cold = engine.generate(asked)
+        engine.reset_prefix_cache()
+        warm = engine.generate(asked)
+    assert [one.cached_tokens for one in warm] == [1280, 768]
+    check_equal(rig, warm, cold)
+    lines = audit_lines(rig.audit_path, "load")[loads:]
+    assert sorted(line["rank"] for line in lines) == [0, 0, 1, 1]
+    assert check_audit(rig.audit_path, 256) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rig", ["gpt_oss"], indirect=True)
+def test_two_ranks_compute_as_without_the_connector(rig: Rig) -> None:
+    asked = [prompt(1301, seed=53), prompt(777, seed=53)]
     with (
         rig.start_ours(tensor_parallel_size=2, environment=TWO_RANKS) as engine,
         rig.start_plain(tensor_parallel_size=2, environment=TWO_RANKS) as plain,
     ):
-        assert hit_and_compare(rig, engine, plain, (1301, 777)) == [1280, 768]
-    assert {line["rank"] for line in audit_lines(rig.audit_path, "load")} == {0, 1}
-    assert check_audit(rig.audit_path, 256) > 0
+        check_equal(rig, engine.generate(asked), plain.generate(asked))
 
 
 @pytest.mark.long

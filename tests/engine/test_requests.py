@@ -145,7 +145,9 @@ def test_reset_with_the_connector_forgets_everything(rig: Rig) -> None:
 
 
 @gemma3
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+@pytest.mark.parametrize(
+    "role", [pytest.param("kv_producer", marks=pytest.mark.long), "kv_consumer"]
+)
 def test_roles(rig: Rig, role: str) -> None:
     asked = [prompt(700, seed=85)]
     namespace = {"hma.namespace": role}

@@ -35,13 +35,14 @@ def test_two_engines_at_once(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("changes", "environment"),
     [
-        ({"dtype": "float32"}, {}),
-        ({"kv_cache_dtype": "fp8"}, {}),
-        ({"block_size": 64}, {}),
-        ({"hf_overrides": {"rope_theta": 20000.0}}, {}),
-        ({}, {"PYTHONHASHSEED": "7"}),
+        pytest.param({"dtype": "float32"}, {}, id="dtype"),
+        pytest.param({"kv_cache_dtype": "fp8"}, {}, id="kv dtype", marks=pytest.mark.long),
+        pytest.param({"block_size": 64}, {}, id="block", marks=pytest.mark.long),
+        pytest.param(
+            {"hf_overrides": {"rope_theta": 20000.0}}, {}, id="override", marks=pytest.mark.long
+        ),
+        pytest.param({}, {"PYTHONHASHSEED": "7"}, id="hash seed"),
     ],
-    ids=["dtype", "kv dtype", "block", "override", "hash seed"],
 )
 def test_engines_that_differ_never_meet(
     rig: Rig, changes: dict[str, Any], environment: dict[str, str]

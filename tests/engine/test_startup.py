@@ -58,7 +58,12 @@ def test_without_a_server_the_engine_starts_in_time(rig: Rig, tmp_path: Path) ->
     asked = [prompt(700, seed=41)]
     tmp_path.chmod(0o700)
     address = f"ipc://{tmp_path}/none.sock"
-    extra = {"hma.server_url": address, "hma.start_timeout_s": 1.0, "hma.breaker_s": 0.5}
+    extra = {
+        "hma.server_url": address,
+        "hma.start_timeout_s": 1.0,
+        "hma.lookup_timeout_s": 2.0,
+        "hma.breaker_s": 0.5,
+    }
     started = time.monotonic()
     engine = rig.start_ours(extra)
     assert time.monotonic() - started < 60

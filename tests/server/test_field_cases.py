@@ -290,6 +290,44 @@ def test_case_73_a_peer_that_the_server_has_forgotten_heals() -> None:
         assert client.store("i", 0, 0, digests, b"", ids).stored == 6
 
 
+@pytest.mark.parametrize("asked_before", [False, True], ids=["in the gap", "before the gap"])
+def test_case_83_a_lookup_given_up_while_the_server_is_away_pins_nothing(
+    asked_before: bool,
+) -> None:
+    with running_server() as server, server.client() as client:
+        pool = TestPool()
+        register(client, pool)
+        digests, ids = prompt(83, 2), pool.all_ids(2)
+        pool.write(digests, ids)
+        assert client.store("i", 0, 0, digests, b"", ids).stored == 6
+        link = client._link
+        done = threading.Event()
+        if asked_before:
+            client.lookup_submit("i", "r", digests, 64)
+            client.ping()
+            assert client.status()["leases"] == 1
+
+        def while_the_server_is_away() -> None:
+            link._connect_again("test")
+            client.lookup_submit("i", "r", digests, 64)
+            client.release("i", "r")
+            client.lookup_submit("i", "kept", digests, 64)
+            done.set()
+
+        link._call(while_the_server_is_away)
+        assert done.wait(10) and link.wait_ready(10)
+        client.ping()
+        assert client.status()["leases"] == 1, "that of the lookup that nobody has given up"
+        client.release("i", "kept")
+        assert client.status()["leases"] == 0
+
+
+def test_the_client_knows_how_long_a_lease_lasts() -> None:
+    with running_server(lease_s=7.0) as server, server.client() as client:
+        assert client.lease_s == 7.0
+    assert client.lease_s is None
+
+
 def test_case_74_a_dead_client_whose_event_never_fires_holds_up_nobody(
     processes: Nursery, url: str
 ) -> None:

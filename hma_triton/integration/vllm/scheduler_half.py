@@ -220,8 +220,9 @@ class SchedulerHalf:
         now = time.monotonic()
         if now < self._next_renewal:
             return
-        self._next_renewal = now + 1.0
-        oldest = now - self._lease_s() / 2
+        lease_s = self._client.lease_s or DEFAULT_LEASE_S
+        self._next_renewal = now + min(1.0, lease_s / 8)
+        oldest = now - lease_s / 2
         for tracked in self._tracked.values():
             if (
                 tracked.phase is Phase.WAITING
@@ -229,9 +230,6 @@ class SchedulerHalf:
                 and tracked.asked_at < oldest
             ):
                 self._ask(tracked)
-
-    def _lease_s(self) -> float:
-        return float(getattr(self._client, "lease_s", 0.0) or DEFAULT_LEASE_S)
 
     def _let_go(self, tracked: Tracked) -> None:
         if tracked.asked_at is not None:
