@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from hma_triton.errors import ConfigError
 
 VERIFY_MODES = ("off", "sample", "all")
+# when the host memory is taken: before the socket answers, beside serving, or as objects come
+TOUCH_MODES = ("start", "background", "off")
 SAMPLE_EVERY = 16
 _GIB = 1 << 30
 _MAX_SOCKET_PATH = 107
@@ -44,11 +46,14 @@ class ServerConfig:
     curve_key_file: str | None = None
     hugepages: str = "off"
     numa_node: int | None = None
-    touch_arena: bool = False
+    touch: str = "background"
+    socket_limit_bytes: int = _GIB
 
     def __post_init__(self) -> None:
         if self.verify not in VERIFY_MODES:
             raise ConfigError(f"verify {self.verify!r} is unknown; use one of {VERIFY_MODES}")
+        if self.touch not in TOUCH_MODES:
+            raise ConfigError(f"touch {self.touch!r} is unknown; use one of {TOUCH_MODES}")
         for name, low, high in (
             ("host_bytes", 1 << 12, 1 << 47),
             ("copy_threads", 1, 256),
@@ -58,6 +63,7 @@ class ServerConfig:
             ("lease_s", 0.01, 86400.0),
             ("pin_share", 0.01, 1.0),
             ("shutdown_s", 0.1, 3600.0),
+            ("socket_limit_bytes", 1 << 24, 1 << 47),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

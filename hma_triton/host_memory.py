@@ -25,6 +25,7 @@ Int64Array = npt.NDArray[np.int64]
 PIECE_BYTES = 64 << 30
 HUGEPAGES = ("off", "thp", "hugetlb")
 _HUGE_BYTES = 2 << 20
+_TOUCH_STEP_BYTES = 64 << 20
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -153,6 +154,7 @@ class HostMemory:
         self._map = _map_shared(self.nbytes, hugepages)
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
+        self._closing = threading.Event()
         if touch_threads != 0:
             self.touch(numa_node, touch_threads)
 
@@ -164,6 +166,21 @@ class HostMemory:
         cpus = frozenset() if numa_node is None else node_cpus(numa_node)
         _touch(self._bytes, threads or min(16, os.cpu_count() or 1), cpus)
 
+    def touch_in_background(self, numa_node: int | None = None) -> threading.Thread:
+        """`touch` in one thread, piece by piece; `close` ends it early. Returns at once."""
+        cpus = frozenset() if numa_node is None else node_cpus(numa_node)
+        data = self._bytes
+
+        def touch() -> None:
+            for start in range(0, data.shape[0], _TOUCH_STEP_BYTES):
+                if self._closing.is_set():
+                    return
+                _touch(data[start : start + _TOUCH_STEP_BYTES], 1, cpus)
+
+        thread = threading.Thread(target=touch, name="hma-touch-arena", daemon=True)
+        thread.start()
+        return thread
+
     @property
     def buffer(self) -> memoryview:
         """All bytes, writable."""
@@ -171,6 +188,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Let go of the mapping; it ends with the last view. Unpin first."""
+        self._closing.set()
         del self._bytes
         self._map = mmap.mmap(-1, mmap.PAGESIZE)
 

@@ -19,7 +19,12 @@ from typing import Any
 import torch
 
 from hma_triton.cuda_driver import CudaDriver
-from hma_triton.errors import CapacityError, ProtocolError, UnsupportedLayoutError
+from hma_triton.errors import (
+    CapacityError,
+    ProtocolError,
+    TransferError,
+    UnsupportedLayoutError,
+)
 from hma_triton.handles import (
     MAX_LAYERS,
     CudaIpcHandle,
@@ -184,6 +189,15 @@ class ImportedCaches:
     nbytes: int
     _segments: list[mmap.mmap] = field(default_factory=list)
     _cuda: CudaStorages | None = None
+
+    def check(self) -> None:
+        """Raise TransferError when a peer has shrunk a segment: touching it would kill us."""
+        for index, segment in enumerate(self._segments):
+            if segment.size() < len(segment):
+                raise TransferError(
+                    f"storage {index}: its segment has shrunk to {segment.size()} bytes, "
+                    f"{len(segment)} were registered; register the pool again"
+                )
 
     def close(self) -> None:
         """Let go of the mappings; those of CPU pools end with the last view.

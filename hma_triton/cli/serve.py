@@ -65,7 +65,10 @@ def main(
     shutdown_s: float = typer.Option(5.0, help="How long running copies may take after SIGTERM."),
     hugepages: str = typer.Option("off", help="For the host memory: off, thp or hugetlb."),
     numa_node: _NumaNode = None,
-    touch: bool = typer.Option(False, help="Take the host memory at once, not as objects come."),
+    touch: str = typer.Option(
+        "background",
+        help="Take the host memory at the `start`, in the `background`, or `off`: as objects come.",
+    ),
     metrics_port: _MetricsPort = None,
     parent_pid: int | None = typer.Option(None, help="End when this process ends."),
     curve_key: _CurveKey = None,
@@ -100,7 +103,7 @@ def main(
             curve_key_file=None if curve_key is None else str(curve_key),
             hugepages=hugepages,
             numa_node=numa_node,
-            touch_arena=touch,
+            touch=touch,
         )
     )
     logging.shutdown()

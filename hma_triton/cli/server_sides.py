@@ -74,7 +74,7 @@ class OurSide:
                 host_bytes=int(1.2 * (requests + 2) * self.nbytes) + (64 << 20),
                 copier_threads=threads,
                 # as LMCache does it; a first touch costs more than the copy
-                touch_arena=True,
+                touch="start",
             ),
             timeout_s=_PATIENCE_S,
         )

@@ -66,7 +66,8 @@ class Arena:
 
     Args:
         hugepages, numa_node: as `HostMemory` takes them.
-        touch: take all memory at once, as pinning does anyway; else as objects come.
+        touch: take all memory at once (`start`), beside serving (`background`), or as objects come
+            (`off`). Pinning takes all of it anyway.
 
     Raises:
         CapacityError: the machine or control group has less memory free.
@@ -78,7 +79,7 @@ class Arena:
         *,
         hugepages: str = "off",
         numa_node: int | None = None,
-        touch: bool = False,
+        touch: str = "off",
     ) -> None:
         wanted = 1 << max(0, (nbytes // _UNITS_WANTED).bit_length() - 1)
         self.unit_bytes = min(max(_MIN_UNIT_BYTES, wanted), _MAX_UNIT_BYTES)
@@ -90,8 +91,10 @@ class Arena:
             self.nbytes,
             hugepages=hugepages,
             numa_node=numa_node,
-            touch_threads=None if touch else 0,
+            touch_threads=None if touch == "start" else 0,
         )
+        if touch == "background":
+            self.memory.touch_in_background(numa_node)
         self._bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8)
         self.address = self.memory.address
         self._unit_span: list[Span | None] = [None] * self.num_units

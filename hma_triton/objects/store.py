@@ -9,10 +9,8 @@ out here, which stay valid until `commit`, `abort` or `close_read`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from hma_triton.errors import CapacityError, ConfigError
 from hma_triton.objects.arena import Arena
@@ -28,40 +26,12 @@ from hma_triton.objects.chunk_index import (
     unpack_keys,
 )
 from hma_triton.objects.namespace import BoolArray, Namespace, NamespaceShape
+from hma_triton.objects.reservation import Reading, Reservation
 from hma_triton.objects.space import Space, StoreCounters
 from hma_triton.plan import Hit, longest_hit
 
 _MANY_NAMESPACES = 64
 _NO_RECORDS: Records = np.empty(0, dtype=np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Slots taken for one store. `addresses[g]` is int64 [num_chunks], 0 where nothing is written.
-
-    `records`, `columns` and `offsets` list the objects, in the order of `places`: (group, chunk).
-    """
-
-    namespace: Namespace
-    addresses: list[npt.NDArray[np.int64]]
-    records: Records
-    columns: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    places: list[tuple[int, int]]
-    there: int
-    open: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class Reading:
-    """Objects held for one retrieve. `addresses[g]` is int64 [num_chunks], 0 where none is."""
-
-    namespace: Namespace
-    addresses: list[npt.NDArray[np.int64]]
-    records: Records
-    columns: npt.NDArray[np.int64]
-    held: Records
-    open: bool = True
 
 
 class ObjectStore:
@@ -279,7 +249,7 @@ class ObjectStore:
         return records
 
     def _take_slots(self, taken: Reservation, chain: Records) -> None:
-        namespace, index = taken.namespace, taken.namespace.index
+        namespace = taken.namespace
         # the chain must survive the evictions that make room for it
         held = self.pin(namespace, chain)
         try:
@@ -289,21 +259,35 @@ class ObjectStore:
                     f"a store of {needed} bytes does not fit into an arena of "
                     f"{self.arena.nbytes} bytes; raise --host-gb or store fewer chunks at once"
                 )
-            for item, (group, chunk) in enumerate(taken.places):
-                record, column = int(taken.records[item]), int(taken.columns[item])
-                offset = self._space.take_slot(namespace, column, record)
-                taken.offsets[item] = offset
-                taken.addresses[group][chunk] = self.arena.address + offset
-                index.state[record, column] = WRITING
-                index.offset[record, column] = offset
-                index.writing[record] += 1
-                self.pinned_bytes += int(namespace.column_bytes[column])
+            offsets: list[int] = []
+            try:
+                for column, record in zip(
+                    taken.columns.tolist(), taken.records.tolist(), strict=True
+                ):
+                    offsets.append(self._space.take_slot(namespace, column, record))
+            finally:
+                self._enter(taken, offsets)
         except CapacityError:
             self._undo(taken)
             raise
         finally:
             self.unpin(namespace, held)
             self._space.drop_empty(namespace, held)
+
+    def _enter(self, taken: Reservation, offsets: list[int]) -> None:
+        """Note the slots of the first objects of `taken`; nothing may be evicted in between."""
+        namespace, index = taken.namespace, taken.namespace.index
+        count = len(offsets)
+        records, columns = taken.records[:count], taken.columns[:count]
+        taken.offsets[:count] = offsets
+        places = np.array(taken.places[:count], dtype=np.int64).reshape(count, 2)
+        for group, addresses in enumerate(taken.addresses):
+            here = places[:, 0] == group
+            addresses[places[here, 1]] = self.arena.address + taken.offsets[:count][here]
+        index.state[records, columns] = WRITING
+        index.offset[records, columns] = taken.offsets[:count]
+        np.add.at(index.writing, records, 1)
+        self.pinned_bytes += int(namespace.column_bytes[columns].sum())
 
     def commit(self, reservation: Reservation, checksums: Sequence[Sequence[int]] = ()) -> int:
         """Make all objects of the reservation present; gives how many. Once only.

@@ -42,6 +42,8 @@ def longest_hit(
     limit = min(num_chunks, max_tokens // chunk_tokens)
     if limit <= 0:
         return Hit(0, 0, "limit" if num_chunks else "none")
+    if present[:, :limit].all():
+        return Hit(limit * chunk_tokens, limit, "all" if limit == num_chunks else "limit")
     ends = np.arange(1, limit + 1)
     served = np.ones(limit, dtype=np.bool_)
     runs = np.empty((len(rules), limit), dtype=np.int64)

@@ -17,7 +17,7 @@ from hma_triton.cpu_event import ImportedCpuEvent
 from hma_triton.errors import HmaError, IncompleteRetrieveError, PlanError
 from hma_triton.messages import ErrorCode
 from hma_triton.objects.arena import Arena
-from hma_triton.objects.store import Reading, Reservation
+from hma_triton.objects.reservation import Reading, Reservation
 from hma_triton.server.registration import IdArrays, Registration
 from hma_triton.stop_points import reach
 from hma_triton.tensor_ipc_cuda import ImportedEvent
@@ -59,6 +59,7 @@ class Job:
             self.fail(ErrorCode.DEADLINE, "the deadline passed before the copy could start")
             return
         try:
+            self.registration.caches.check()
             self._copy()
         except IncompleteRetrieveError as error:
             self.fail(ErrorCode.MISSING, str(error))

@@ -28,6 +28,7 @@ from hma_triton.objects.arena import Arena
 from hma_triton.process_identity import ProcessWatch, start_ticks, this_process
 from hma_triton.server.curve import CurveGate
 from hma_triton.server.handlers import Handlers
+from hma_triton.server.socket_guard import SocketGuard
 from hma_triton.server.status import snapshot
 
 log = logging.getLogger("hma_triton.server")
@@ -67,13 +68,14 @@ class CacheServer:
             config.host_bytes,
             hugepages=config.hugepages,
             numa_node=config.numa_node,
-            touch=config.touch_arena,
+            touch=config.touch,
         )
         self.handlers = Handlers(
             config, self.server_id, arena, self._send, self.call_later, self.snapshot
         )
         self._context = zmq.Context()
         self._gate = CurveGate(self._context, config.curve_key_file)
+        self._guard = SocketGuard(config.socket_limit_bytes)
         self._socket = self._bind()
         self._stop_metrics = (
             self.handlers.metrics.serve(config.metrics_port)
@@ -153,6 +155,8 @@ class CacheServer:
         now = time.monotonic_ns()
         self.handlers.desk.poll_waiting(now)
         self.handlers.leases.expire(now)
+        if self._guard.exceeded(now, self.handlers.store.bookkeeping_nbytes):
+            self._renew_socket()
         if self.handlers.store.needs_drain:
             self.handlers.store.drain(_DRAIN_PER_TURN)
 
@@ -211,6 +215,17 @@ class CacheServer:
             )
             if reply is not None:
                 self._answer(identity, reply)
+
+    def _renew_socket(self) -> None:
+        """Drop all connections and what they have half sent; clients come back by themselves."""
+        log.error(
+            "memory outside the arena grew by more than %d bytes, which only a peer that sends "
+            "endless messages does; dropping all connections",
+            self.config.socket_limit_bytes,
+        )
+        self.handlers.metrics.errors.labels("flooded").inc()
+        self._socket.close(0)
+        self._socket = self._bind()
 
     def _carry_out(self, identity: bytes, request: m.Request) -> m.Reply | None:
         return self._guarded(request.seq, lambda: self.handlers.handle(identity, request))

@@ -15,6 +15,7 @@ from support.server_thread import register, running_server
 from hma_triton import messages as m
 from hma_triton.client import HmaClient
 from hma_triton.process_identity import this_process
+from hma_triton.tensor_ipc import share_storage
 
 _BATCH = 2000
 
@@ -156,6 +157,70 @@ def test_an_oversized_frame_ends_the_connection_before_memory_is_taken(
             peer.socket.close()
         assert honest.ping() < 5
         assert server.call("facts")["resident_bytes"] - before < m.MAX_FRAME_BYTES
+
+
+def speak_zmtp(raw: socket.socket) -> None:
+    """Greet as a DEALER without security would (RFC 23, ZMTP 3.0)."""
+    raw.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
+
+
+def test_a_message_that_never_ends_costs_its_sender_the_connection(
+    processes: Nursery, url: str
+) -> None:
+    """Small parts without a last one: no limit of the socket's own holds for them together.
+
+    Sent by hand, because ZeroMQ's own sockets keep a message back until it is whole.
+    """
+    server = processes.start(
+        "server", url=url, host_bytes=4 << 20, socket_limit_bytes=64 << 20, lease_s=300.0
+    )
+    server.call("ready")
+    pool = TestPool()
+    part = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
+    with HmaClient(url, timeout_s=30) as client:
+        client.connect()
+        register(client, pool)
+        before = server.call("facts")["resident_bytes"]
+        for round_ in range(3):
+            with socket.socket(socket.AF_UNIX) as raw:
+                raw.settimeout(30)
+                raw.connect(url.removeprefix("ipc://"))
+                speak_zmtp(raw)
+                with pytest.raises(OSError, match=r"Broken pipe|reset"):
+                    for _ in range(8192):
+                        raw.sendall(part)
+            digests, ids = prompt(round_, 2), pool.all_ids(2)
+            pool.write(digests, ids)
+            assert client.store("i", 0, 0, digests, b"", ids).stored == 6
+            assert client.lookup("i", f"r{round_}", digests, 64).tokens == 64
+        assert server.call("facts")["resident_bytes"] - before < 4 << 30
+        assert client.status()["registrations"], "nobody else has lost anything"
+
+
+def test_a_pool_that_its_owner_has_shrunk_is_not_touched() -> None:
+    """Touching what is behind the end of a segment is a SIGBUS, the end of the server."""
+    with running_server() as server, server.client() as client:
+        pool = TestPool()
+        register(client, pool)
+        digests, ids = prompt(1, 2), pool.all_ids(2)
+        pool.write(digests, ids)
+        assert client.store(
+            "i", 0, 0, first(digests, 1), b"", [i[: len(i) // 2] for i in ids]
+        ).stored
+        handle = share_storage(next(iter(pool.kv.values())).untyped_storage())
+        os.ftruncate(handle.fd, 4096)
+        try:
+            reply = client.store("i", 0, 0, digests, b"", ids)
+            assert (reply.code, reply.stored) == ("transfer", 0)
+            assert "storage 0: its segment has shrunk to 4096 bytes" in reply.message
+            assert client.lookup("i", "r", digests, 64).tokens == 32
+            loaded = client.retrieve("i", 0, "r", first(digests, 1), 0, pool.load_ids(32))
+            assert (loaded.ok, loaded.code) == (False, "transfer")
+        finally:
+            os.ftruncate(handle.fd, handle.nbytes)
+        assert client.store("i", 0, 0, digests, b"", ids).code == ""
 
 
 def test_bytes_that_are_no_zeromq_at_all(url: str) -> None:

@@ -25,6 +25,8 @@ URL = "ipc:///tmp/x/s.sock"
     ("settings", "why"),
     [
         ({"verify": "sometimes"}, "verify 'sometimes'"),
+        ({"touch": "now"}, "touch 'now' is unknown"),
+        ({"socket_limit_bytes": 1}, "socket_limit_bytes 1 is outside"),
         ({"host_bytes": 10}, "host_bytes 10 is outside"),
         ({"copy_threads": 0}, "copy_threads 0"),
         ({"queue_limit": 0}, "queue_limit 0"),

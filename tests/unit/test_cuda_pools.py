@@ -210,9 +210,9 @@ def test_a_request_s_event_must_be_its_sender_s_own(gpu: FakeGpu) -> None:
 
 
 def test_settings_of_the_arena_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ServerConfig(url="ipc:///tmp/x", hugepages="thp", numa_node=1, touch_arena=True)
-    assert (config.hugepages, config.numa_node, config.touch_arena) == ("thp", 1, True)
+    config = ServerConfig(url="ipc:///tmp/x", hugepages="thp", numa_node=1, touch="start")
+    assert (config.hugepages, config.numa_node, config.touch) == ("thp", 1, "start")
     with pytest.raises(ConfigError, match="off, thp, hugetlb"):
         Arena(1 << 20, hugepages="large")
-    touched = Arena(1 << 20, touch=True)
+    touched = Arena(1 << 20, touch="start")
     assert touched.memory.nbytes >= touched.nbytes

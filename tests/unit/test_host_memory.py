@@ -82,6 +82,24 @@ def test_untouched_memory_is_not_taken_and_touching_writes_nothing() -> None:
     memory.close()
 
 
+def test_touching_in_the_background_takes_all_and_writes_nothing() -> None:
+    memory = HostMemory(64 * PAGE, touch_threads=0)
+    memory.buffer[5 * PAGE] = 7
+    memory.touch_in_background().join(30)
+    assert _resident_bytes(memory.address) == memory.nbytes
+    assert bytes(memory.buffer).count(0) == memory.nbytes - 1 and memory.buffer[5 * PAGE] == 7
+    memory.close()
+
+
+def test_touching_in_the_background_ends_with_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_TOUCH_STEP_BYTES", PAGE)
+    memory = HostMemory(1 << 28, touch_threads=0)
+    thread = memory.touch_in_background()
+    memory.close()
+    thread.join(5)
+    assert not thread.is_alive(), "65,536 steps were left"
+
+
 def _resident_bytes(address: int) -> int:
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
