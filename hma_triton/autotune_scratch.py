@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hma_triton.cuda_driver import CudaDriver
 from hma_triton.errors import ConfigError
 from hma_triton.host_memory import HostMemory, PinnedHost
 from hma_triton.kernels.addressing import (
@@ -16,10 +15,11 @@ from hma_triton.kernels.addressing import (
     Direction,
     Int64Array,
 )
-from hma_triton.kernels.device import CopyJob, DeviceCopier, DeviceSettings
+from hma_triton.kernels.device import DeviceCopier, DeviceSettings
 from hma_triton.kernels.paths import Path
 from hma_triton.kernels.staged import STAGING_BYTES, row_slices
 from hma_triton.kernels.triton_copier import TritonCopier
+from hma_triton.torch_driver import open_driver
 from hma_triton.tuning import KernelConfig, TuneKey
 from hma_triton.units import align_up, cdiv
 
@@ -60,7 +60,7 @@ class ScratchSampler:
             )
         self.device = device
         self._copies = copies
-        self._driver = CudaDriver(device.index or 0)
+        self._driver = open_driver(device.index or 0)
         self._copiers: dict[KernelConfig, TritonCopier] = {}
         self._by_path: dict[KernelConfig, DeviceCopier] = {}
         self._pinned: PinnedHost | None = None
@@ -123,12 +123,9 @@ class ScratchSampler:
         return self._by_path[config]
 
     def _enqueue(self, copier: TritonCopier | DeviceCopier) -> None:
-        if isinstance(copier, TritonCopier):
-            copier.enqueue(self._spec, self._direction, self._ids, self._addresses)
-            return
-        job = CopyJob(self._spec, self._ids, self._addresses)
-        pending = copier.start(self._direction, (job,))
-        pending.wait_on(torch.cuda.current_stream(self.device).cuda_stream)
+        own = isinstance(copier, TritonCopier)
+        places = self._mapped_addresses if own else self._addresses
+        copier.enqueue(self._spec, self._direction, self._ids, places)
 
     def close(self) -> None:
         """Release the buffers; waits for the device first."""
@@ -160,6 +157,10 @@ class ScratchSampler:
         places += items % spec.blocks_per_object * step
         places += spec.region_offset_bytes % REGION_ALIGN_BYTES
         self._addresses: Int64Array = places + self._memory.address
+        view = self._pinned.view(self._driver)
+        self._mapped_addresses = view.device_addresses(
+            self._addresses, view.piece_of(self._addresses)
+        )
         base = self._pool.data_ptr()
         self._spec = replace(
             copy.spec, row_addresses=tuple(base + row for row in copy.spec.row_addresses)

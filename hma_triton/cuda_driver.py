@@ -75,6 +75,15 @@ class _Bytes:
         }
 
 
+def has_bindings() -> bool:
+    """Whether `cuda-bindings` (on ROCm: its stand-in) can be imported."""
+    try:
+        _load("runtime")
+    except ConfigError:
+        return False
+    return True
+
+
 def _load(name: str) -> Any:
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
@@ -83,6 +92,11 @@ def _load(name: str) -> Any:
             f"cuda.bindings.{name} cannot be imported ({error}): GPU pools need the package "
             "cuda-bindings (pip install 'hma-triton[cuda]'; on ROCm: hip-python-interop)"
         ) from error
+
+
+def _text(data: bytes) -> str:
+    """A C string; the bindings give whole buffers, padded with blanks behind the end."""
+    return data.split(b"\0")[0].decode()
 
 
 class CudaDriver:
@@ -175,11 +189,11 @@ class CudaDriver:
         )
         return DeviceInfo(
             index=index,
-            name=facts.name.decode().rstrip("\0"),
+            name=_text(facts.name),
             uuid=self.uuid_of(index),
             architecture=architecture,
             multiprocessors=int(facts.multiProcessorCount),
-            pci_bus_id=bus.decode().rstrip("\0").lower(),
+            pci_bus_id=_text(bus).lower(),
             host_pointers=not self.is_rocm
             and bool(self._attribute("cudaDevAttrCanUseHostPointerForRegisteredMem", index)),
             can_map_host=bool(self._attribute("cudaDevAttrCanMapHostMemory", index)),
@@ -187,7 +201,15 @@ class CudaDriver:
             and bool(self._attribute("cudaDevAttrIpcEventSupport", index)),
         )
 
-    # host memory
+    # memory
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of `nbytes` of device memory of this process."""
+        return int(self._call(self._rt.cudaMalloc, nbytes))
+
+    def free(self, address: int) -> None:
+        """Give back what `allocate` gave; waits for work on the device, which must not use it."""
+        self._call(self._rt.cudaFree, address)
 
     def register_host(self, address: int, nbytes: int) -> None:
         """Pin host memory, mapped into the device and usable by every context."""

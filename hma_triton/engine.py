@@ -21,13 +21,8 @@ from hma_triton.group_view import (
 )
 from hma_triton.host_memory import PinnedHost
 from hma_triton.kernels.addressing import CopySpec, Direction, Int64Array, ObjectLayout
-from hma_triton.kernels.device import (
-    CopyJob,
-    DeviceCopier,
-    DeviceSettings,
-    PathReport,
-    PendingCopy,
-)
+from hma_triton.kernels.device import CopyJob, DeviceCopier, DeviceSettings
+from hma_triton.kernels.pending_copy import PathReport, PendingCopy
 from hma_triton.kv_layer_groups import KVLayerGroupsManager
 from hma_triton.layout_hints import hints_with_blocks
 from hma_triton.object_buffers import ObjectBuffer, id_arrays, object_address

@@ -30,6 +30,7 @@ from hma_triton.kernels.addressing import Int64Array, ObjectLayout
 from hma_triton.kernels.device import DeviceSettings
 from hma_triton.kernels.paths import Path
 from hma_triton.plan import choose_chunk_tokens
+from hma_triton.torch_driver import open_driver
 from hma_triton.units import align_up
 
 POISON = 0xEE
@@ -229,7 +230,7 @@ def _worker(case: Case, device_index: int, deadline: float) -> Outcome | None:
     device = torch.device("cuda", device_index)
     torch.cuda.set_device(device)
     try:
-        return check_case(case, device, CudaDriver(device_index))
+        return check_case(case, device, open_driver(device_index))
     except GeometryError as error:
         return Outcome(case.name, 0, 0.0, (), (), refused=str(error))
     except (HmaError, RuntimeError) as error:

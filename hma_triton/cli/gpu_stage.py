@@ -12,6 +12,7 @@ import torch
 
 from hma_triton.cuda_driver import CudaDriver
 from hma_triton.errors import ConfigError
+from hma_triton.torch_driver import open_driver
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class StageContext:
         """
         if not torch.cuda.is_available():
             raise ConfigError(f"torch {torch.__version__} finds no GPU here")
-        return CudaDriver(self.device_index)
+        return open_driver(self.device_index)
 
 
 def noise(nbytes: int, seed: int) -> torch.Tensor:

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 
-from hma_triton.cuda_driver import CudaDriver, PointerKind
-from hma_triton.errors import TransferError
-from hma_triton.host_memory import PinnedHost
+from hma_triton.cuda_driver import CudaDriver
+from hma_triton.host_memory import DeviceView, PinnedHost
 from hma_triton.kernels.addressing import CopySpec, Direction, Int64Array
 from hma_triton.kernels.dma import enqueue_dma
 from hma_triton.kernels.paths import CopyShape, Path, PathTable, choose_path, path_table
-from hma_triton.kernels.runs import NO_PIECES, Items, crosses_piece, join_items, piece_of
+from hma_triton.kernels.pending_copy import PathReport, PendingCopy
+from hma_triton.kernels.reach import Reach, reach, registrations
+from hma_triton.kernels.runs import NO_PIECES, Items, join_items
 from hma_triton.kernels.staged import STAGING_BYTES, EnqueueKernel, Staging, row_slices
+from hma_triton.torch_driver import open_driver
 
 logger = logging.getLogger(__name__)
-
-_POLL_SECONDS = 0.00005
-_EAGER_POLLS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +32,6 @@ class CopyJob:
     spec: CopySpec
     block_ids: Int64Array
     object_addresses: Int64Array
-
-
-@dataclass(frozen=True, slots=True)
-class PathReport:
-    """What was done for one job. `entries`: launches (zero copy) or copies posted."""
-
-    kernel_group_index: int
-    direction: Direction
-    path: Path
-    reason: str
-    nbytes: int
-    entries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,56 +88,14 @@ class HostEvent(Protocol):
         """Block until the producer's work is done."""
 
 
-class PendingCopy:
-    """A transfer that was enqueued. Its event is released when it was seen to have fired."""
-
-    def __init__(self, driver: CudaDriver, event: int, reports: tuple[PathReport, ...]) -> None:
-        self._driver = driver
-        self._event: int | None = event
-        self.reports = reports
-
-    @property
-    def backend(self) -> str:
-        """The paths taken, as `device:dma+zero_copy`."""
-        paths = sorted({report.path.value for report in self.reports})
-        return f"device:{'+'.join(paths) or 'nothing'}"
-
-    def query(self) -> bool:
-        """Whether every byte has moved."""
-        if self._event is not None and self._driver.query_event(self._event):
-            self._driver.destroy_event(self._event)
-            self._event = None
-        return self._event is None
-
-    def wait_on(self, stream: int) -> None:
-        """Later work on `stream` waits for this transfer; the host does not."""
-        if self._event is not None:
-            self._driver.wait_event(stream, self._event)
-
-    def synchronize(self, deadline_ns: int | None = None) -> None:
-        """Wait on the host, by asking: no thread is ever stuck inside the driver.
-
-        Raises:
-            TransferError: `deadline_ns` (CLOCK_MONOTONIC) came first; the copy goes on.
-        """
-        polls = 0
-        while not self.query():
-            if deadline_ns is not None and time.monotonic_ns() > deadline_ns:
-                raise TransferError("the copy did not end before the deadline")
-            polls += 1
-            time.sleep(0 if polls < _EAGER_POLLS else _POLL_SECONDS)
-
-
 class _Lane:
     """One direction: its streams, its staging, and the lock that orders enqueues."""
 
-    def __init__(
-        self, driver: CudaDriver, kernel: EnqueueKernel, device: torch.device, half_bytes: int
-    ) -> None:
+    def __init__(self, driver: CudaDriver, kernel: EnqueueKernel, half_bytes: int) -> None:
         self.lock = threading.Lock()
         self.stream = driver.create_stream()
         self.copy_stream = driver.create_stream()
-        self.staging = Staging(driver, kernel, device, self.stream, self.copy_stream, half_bytes)
+        self.staging = Staging(driver, kernel, self.stream, self.copy_stream, half_bytes)
 
 
 class DeviceCopier:
@@ -183,7 +126,7 @@ class DeviceCopier:
         driver: CudaDriver | None = None,
     ) -> None:
         self.device = device
-        self._driver = driver or CudaDriver(device.index or 0)
+        self._driver = driver or open_driver(device.index or 0)
         self._kernel = kernel
         self._view = pinned_host.view(self._driver) if pinned_host else NO_PIECES
         self._table = table or path_table(self._driver.device_info().architecture)
@@ -191,7 +134,7 @@ class DeviceCopier:
         self._forced = settings.path
         self._half_bytes = settings.staging_bytes // 2
         self._lanes = {
-            direction: _Lane(self._driver, kernel.enqueue, device, self._half_bytes)
+            direction: _Lane(self._driver, kernel.enqueue, self._half_bytes)
             for direction in Direction
         }
         self._slices: dict[CopySpec, tuple[tuple[int, CopySpec], ...]] = {}
@@ -219,10 +162,14 @@ class DeviceCopier:
         direction: Direction,
         jobs: Sequence[CopyJob],
         wait_event: StreamEvent | HostEvent | None = None,
+        view: DeviceView | None = None,
     ) -> PendingCopy:
         """Enqueue a transfer, after `wait_event` and without waiting for it.
 
         An event that a stream can wait for is waited for there, else on the host.
+
+        Args:
+            view: the registrations that the objects lie in, instead of the arena's.
         """
         if isinstance(wait_event, HostEvent) and not isinstance(wait_event, StreamEvent):
             wait_event.synchronize()
@@ -236,7 +183,7 @@ class DeviceCopier:
             try:
                 for job in jobs:
                     if job.block_ids.shape[0]:
-                        reports.append(self._enqueue(lane, direction, job))
+                        reports.append(self._enqueue(lane, direction, job, view or self._view))
                 complete = True
             finally:
                 lane.staging.finish()
@@ -248,6 +195,28 @@ class DeviceCopier:
                     pending.synchronize()
         return pending
 
+    def enqueue(
+        self,
+        spec: CopySpec,
+        direction: Direction,
+        block_ids: Int64Array,
+        object_addresses: Int64Array,
+        view: DeviceView | None = None,
+    ) -> None:
+        """`copy_blocks` as a part of the calling thread's current stream, without waiting.
+
+        It comes after the work that is on that stream now, and later work there comes after it.
+        """
+        job = CopyJob(spec, block_ids, object_addresses)
+        pending = self.start(direction, (job,), view=view)
+        if self.device.type != "cpu":
+            pending.wait_on(torch.cuda.current_stream(self.device).cuda_stream)
+        pending.close()
+
+    def registrations(self, starts: Int64Array, ends: Int64Array) -> DeviceView | None:
+        """See `reach.registrations`: a `view` for objects in memory that somebody else pinned."""
+        return registrations(self._driver, starts, ends)
+
     def _follow_caller(self, lane: _Lane) -> None:
         """Start after what the calling thread has on its current stream (use in one process)."""
         if self.device.type == "cpu":
@@ -256,34 +225,35 @@ class DeviceCopier:
         current = torch.cuda.current_stream(self.device).cuda_stream
         self._driver.record_event(event, current)
         self._driver.wait_event(lane.stream, event)
+        self._driver.wait_event(lane.copy_stream, event)
         self._driver.destroy_event(event)
 
-    def _enqueue(self, lane: _Lane, direction: Direction, job: CopyJob) -> PathReport:
+    def _enqueue(
+        self, lane: _Lane, direction: Direction, job: CopyJob, view: DeviceView
+    ) -> PathReport:
         spec, places = job.spec, job.object_addresses
         if spec not in self._slices:
             self.prepare((spec,))
-        reachable = self._device_addresses(spec, places)
-        items = join_items(spec, job.block_ids, places, self._view)
-        pinned = reachable is not None
-        path, reason = self._choose(spec, direction, items, pinned)
-        if path is Path.ZERO_COPY and reachable is not None:
-            self._kernel.enqueue(spec, direction, job.block_ids, reachable, lane.stream)
+        found = reach(self._driver, spec, places, view)
+        items = join_items(spec, job.block_ids, places, view)
+        pinned = found.addresses is not None
+        path, reason = self._choose(lane, direction, spec, items, found)
+        if path is Path.ZERO_COPY and found.addresses is not None:
+            self._kernel.enqueue(spec, direction, job.block_ids, found.addresses, lane.stream)
             entries = 1
         elif path is Path.STAGED:
             entries = lane.staging.enqueue(
-                self._slices[spec], direction, job.block_ids, places, self._view, pinned
+                self._slices[spec], direction, job.block_ids, places, view, pinned
             )
         else:
-            entries = enqueue_dma(
-                self._driver, spec, direction, items, self._view, lane.stream, pinned
-            )
+            entries = enqueue_dma(self._driver, spec, direction, items, view, lane.stream, pinned)
         nbytes = job.block_ids.shape[0] * spec.block_bytes
         report = PathReport(spec.kernel_group_index, direction, path, reason, nbytes, entries)
         self._log(report, spec)
         return report
 
     def _choose(
-        self, spec: CopySpec, direction: Direction, items: Items, reachable: bool
+        self, lane: _Lane, direction: Direction, spec: CopySpec, items: Items, found: Reach
     ) -> tuple[Path, str]:
         blocks = int(items.lengths.sum())
         runs = items.lengths.shape[0] * spec.num_rows * spec.n0 * spec.n1
@@ -293,28 +263,16 @@ class DeviceCopier:
             runs=runs,
             run_bytes=nbytes // runs,
             nbytes=nbytes,
-            reachable=reachable,
+            reachable=found.addresses is not None,
             stageable=bool(self._slices[spec]),
+            on_device=found.on_device,
         )
         tuned = self._kernel.tuned_path(spec, direction, blocks)
         choice = choose_path(shape, self._table, tuned, self._forced)
+        if choice.path is Path.STAGED and not lane.staging.take():
+            shape = replace(shape, stageable=False)
+            choice = choose_path(shape, self._table, tuned, self._forced)
         return choice.path, choice.reason
-
-    def _device_addresses(self, spec: CopySpec, places: Int64Array) -> Int64Array | None:
-        """`places` as a kernel can use them, None when it cannot reach all of them."""
-        pieces = piece_of(self._view, places)
-        if (pieces >= 0).all():
-            mapped = bool((self._view.starts != self._view.device_starts).any())
-            if mapped and crosses_piece(spec, places, self._view):
-                return None
-            return self._view.device_addresses(places, pieces)
-        addresses = np.empty_like(places)
-        for index, place in enumerate(places.tolist()):
-            kind, address = self._driver.pointer(place)
-            if kind is PointerKind.PAGEABLE:
-                return None
-            addresses[index] = address
-        return addresses
 
     def _log(self, report: PathReport, spec: CopySpec) -> None:
         key = (report.kernel_group_index, report.direction, report.path)

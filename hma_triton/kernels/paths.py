@@ -81,6 +81,8 @@ class CopyShape:
     reachable: bool
     # the object's stretches can be copied whole
     stageable: bool
+    # the objects are device memory too: no byte crosses the link
+    on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ def choose_path(
         tuned: the path of a value measured on this device, None without one.
         forced: what a setting asks for; it yields only where it cannot be done.
     """
+    if shape.on_device and forced is not Path.DMA:
+        # what is written and measured is about the link
+        return PathChoice(Path.ZERO_COPY, "objects on the device")
     for wanted, reason in ((forced, "set"), (tuned and Path(tuned), "tuned")):
         if wanted and _possible(wanted, shape):
             return PathChoice(wanted, reason)

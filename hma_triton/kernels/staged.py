@@ -8,19 +8,20 @@ so that the kernel runs with the spec's own strides and no variant is compiled f
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
-from hma_triton.cuda_driver import CudaDriver
+from hma_triton.cuda_driver import CudaCallError, CudaDriver
 from hma_triton.host_memory import DeviceView
 from hma_triton.kernels.addressing import CopySpec, Direction, Int64Array
 from hma_triton.kernels.dma import post_runs
 from hma_triton.kernels.runs import Runs, order_by_object, piece_of, split_at_pieces
 from hma_triton.units import cdiv
+
+logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 32 << 20
 
@@ -167,22 +168,32 @@ class Staging:
         self,
         driver: CudaDriver,
         kernel: EnqueueKernel,
-        device: torch.device,
         kernel_stream: int,
         copy_stream: int,
         half_bytes: int,
     ) -> None:
         self._driver = driver
         self._kernel = kernel
-        self._device = device
         self._kernel_stream = kernel_stream
         self._copy_stream = copy_stream
         self._half_bytes = half_bytes
-        self._buffer: torch.Tensor | None = None
+        self._buffer: int | None = None
+        self._refused = False
         self._packed = [driver.create_event() for _ in range(2)]
         self._emptied = [driver.create_event() for _ in range(2)]
         self._left = driver.create_event()
         self._turn = 0
+
+    def take(self) -> bool:
+        """Take the buffer, unless it is there; False where the device has no room for it."""
+        if self._buffer is None and not self._refused:
+            nbytes = 2 * self._half_bytes
+            try:
+                self._buffer = self._driver.allocate(nbytes)
+            except CudaCallError as error:
+                self._refused = True
+                logger.warning("path staged is off: no buffer of %d bytes (%s)", nbytes, error.name)
+        return self._buffer is not None
 
     def enqueue(
         self,
@@ -193,47 +204,25 @@ class Staging:
         view: DeviceView,
         batched: bool,
     ) -> int:
-        """Enqueue one copy, before `finish`; how many copies were posted.
+        """Enqueue one copy, after `take` and before `finish`; how many copies were posted.
 
         The pool is touched on the kernel stream alone. The copy stream touches the buffer, in
         turn, and objects: of a store after the launch that filled the half, of a retrieve at
         once, since an object that can be retrieved does not change any more.
         """
-        buffer = self._taken_buffer()
+        assert self._buffer is not None, "the buffer is taken first"
         posted = 0
         batches = staged_batches(slices, block_ids, object_addresses, self._half_bytes, view)
         for batch in batches:
             half = self._turn
             self._turn ^= 1
-            base = buffer.data_ptr() + half * self._half_bytes
+            base = self._buffer + half * self._half_bytes
             if direction is Direction.STORE:
                 self._store(batch, base, half, batched)
             else:
                 self._retrieve(batch, base, half, batched)
             posted += len(batch.spans)
         return posted
-
-    def _taken_buffer(self) -> torch.Tensor:
-        """The buffer, taken at its first use and on the stream of its first use.
-
-        torch may give memory that work on that stream still reads, so the copy stream waits once.
-        """
-        if self._buffer is None:
-            with self._on_kernel_stream():
-                self._buffer = torch.empty(
-                    2 * self._half_bytes, dtype=torch.uint8, device=self._device
-                )
-            self._driver.record_event(self._left, self._kernel_stream)
-            self._driver.wait_event(self._copy_stream, self._left)
-        return self._buffer
-
-    def _on_kernel_stream(self) -> AbstractContextManager[object]:
-        if self._device.type == "cpu":
-            return nullcontext()
-        stream = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
-            self._kernel_stream, self._device
-        )
-        return torch.cuda.stream(stream)
 
     def finish(self) -> None:
         """Later work on the kernel stream comes after all copies."""
@@ -275,4 +264,6 @@ class Staging:
         """Release events and buffer; nothing enqueued may be pending."""
         for event in (*self._packed, *self._emptied, self._left):
             self._driver.destroy_event(event)
-        self._buffer = None
+        if self._buffer is not None:
+            self._driver.free(self._buffer)
+            self._buffer = None

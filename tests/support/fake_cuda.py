@@ -49,6 +49,8 @@ class FakeGpu:
     vmm: set[int] = field(default_factory=set)
     refuse_register_after: int | None = None
     refuse_open: str | None = None
+    refuse_allocate: bool = False
+    own: dict[int, object] = field(default_factory=dict)
     calls: list[tuple[object, ...]] = field(default_factory=list)
     threads: list[tuple[int, int]] = field(default_factory=list)
     allocations: dict[int, int] = field(default_factory=dict)
@@ -115,6 +117,7 @@ class FakeGpu:
         live = [f"event {name}" for name, event in self.events.items() if not event.destroyed]
         live += [f"stream {name}" for name in self.streams]
         live += [f"pinned {address:#x}" for address in self.pinned]
+        live += [f"allocated {address:#x}" for address in self.own]
         return live + [f"mapped {address:#x}" for address in self.mapped]
 
 
@@ -157,6 +160,21 @@ class FakeCudaDriver:
             can_map_host=True,
             ipc_events=True,
         )
+
+    def allocate(self, nbytes: int) -> int:
+        self._call("allocate", nbytes)
+        if self.gpu.refuse_allocate:
+            raise CudaCallError("cudaMalloc", "cudaErrorMemoryAllocation")
+        buffer = ctypes.create_string_buffer(nbytes)
+        address = ctypes.addressof(buffer)
+        self.gpu.own[address] = buffer
+        self.gpu.allocations[address] = nbytes
+        return address
+
+    def free(self, address: int) -> None:
+        self._call("free", address)
+        assert not any(self.gpu.streams.values()), "memory was freed under pending work"
+        del self.gpu.own[address], self.gpu.allocations[address]
 
     def register_host(self, address: int, nbytes: int) -> None:
         self._call("register_host", address, nbytes)

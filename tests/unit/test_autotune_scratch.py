@@ -15,7 +15,7 @@ from support.fake_cuda import FakeCudaDriver, FakeGpu, FakeKernel
 from hma_triton import autotune_scratch
 from hma_triton.autotune_scratch import ScratchCopy, ScratchSampler
 from hma_triton.kernels.addressing import Direction
-from hma_triton.kernels.device import DeviceCopier
+from hma_triton.kernels.device import CopyJob, DeviceCopier
 from hma_triton.tuning import KernelConfig, TuneKey
 
 CONFIG = KernelConfig(1024, 8, 1, 32)
@@ -62,7 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         zeros=lambda size, **kwargs: torch.zeros(size, dtype=torch.uint8),
     )
     monkeypatch.setattr(autotune_scratch, "torch", fake)
-    monkeypatch.setattr(autotune_scratch, "CudaDriver", lambda index: driver)
+    monkeypatch.setattr(autotune_scratch, "open_driver", lambda index: driver)
     monkeypatch.setattr(autotune_scratch, "TritonCopier", lambda device, config: _Kernel(made))
     monkeypatch.setattr(
         autotune_scratch,
@@ -87,12 +87,12 @@ def _sampler(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> ScratchSampler:
 def _enqueue(sampler: ScratchSampler, copier: Any) -> None:
     if isinstance(copier, _Kernel):
         copier.prepare((sampler._spec,))
-        copier.enqueue(sampler._spec, sampler._direction, sampler._ids, sampler._addresses)
+        copier.enqueue(sampler._spec, sampler._direction, sampler._ids, sampler._mapped_addresses)
         return
-    job = autotune_scratch.CopyJob(sampler._spec, sampler._ids, sampler._addresses)
-    copier.start(sampler._direction, (job,)).wait_on(
-        autotune_scratch.torch.cuda.current_stream(sampler.device).cuda_stream
-    )
+    job = CopyJob(sampler._spec, sampler._ids, sampler._addresses)
+    pending = copier.start(sampler._direction, (job,))
+    pending.wait_on(autotune_scratch.torch.cuda.current_stream(sampler.device).cuda_stream)
+    pending.close()
 
 
 @pytest.mark.parametrize("path", ["zero_copy", "staged", "dma"])

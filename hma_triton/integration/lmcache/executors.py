@@ -5,14 +5,20 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from hma_triton.errors import UnsupportedLayoutError
+from hma_triton.host_memory import DeviceView
 from hma_triton.integration.lmcache.geometry import TransferGeometry
+from hma_triton.integration.lmcache.host_pieces import object_pieces
+from hma_triton.integration.lmcache.plan_types import StagingCopy
 from hma_triton.kernels.addressing import CopySpec, Direction, Int64Array
 from hma_triton.kernels.cpu import CpuCopier
+from hma_triton.kernels.device import DeviceCopier
+from hma_triton.kernels.runs import NO_PIECES
 
 GEOMETRY_LIMIT = 1024
 
@@ -41,7 +47,7 @@ class Executors:
 
     Args:
         copier: takes every pool, whatever its device; by default the CPU copier for CPU pools and
-            the Triton copier, on the current stream, for CUDA and ROCm pools.
+            the device copier, as a part of the current stream, for CUDA and ROCm pools.
     """
 
     def __init__(self, copier: Copier | None = None) -> None:
@@ -79,19 +85,42 @@ class Executors:
         direction: Direction,
         block_ids: Int64Array,
         block_addresses: Int64Array,
+        view: DeviceView | None = None,
     ) -> None:
         """Move `block_ids` [n] to or from `block_addresses` [n], those of the geometry.
 
-        On a CUDA device the work is enqueued on the current stream, on the CPU it is done on
-        return.
+        On a CUDA device the work is ordered as a part of the current stream, on the CPU it is
+        done on return.
+
+        Args:
+            view: of `host_view`, for objects in host memory.
         """
         copier = self.copier(device)
         # LMCache orders its own work by the stream, so a device's copy must not wait for itself
         move = getattr(copier, "enqueue", copier.copy_blocks)
+        if isinstance(copier, DeviceCopier):
+            move = partial(copier.enqueue, view=view)
         for spec in geometry.specs:
             move(spec, direction, block_ids, block_addresses + spec.region_offset_bytes)
         with self._lock:
             self._moved[direction] += block_ids.size
+
+    def host_view(
+        self,
+        device: torch.device,
+        copies: Sequence[StagingCopy],
+        way: Direction,
+        alignment_bytes: int,
+    ) -> DeviceView | None:
+        """What `run` needs to move host objects straight; None where they must be staged first.
+
+        Args:
+            copies: their staging copies; pieces of `alignment_bytes` are registered one by one.
+        """
+        copier = self.copier(device)
+        if isinstance(copier, DeviceCopier):
+            return copier.registrations(*object_pieces(copies, way, alignment_bytes))
+        return NO_PIECES if device.type == "cpu" else None
 
     @property
     def blocks_moved(self) -> tuple[int, int]:
@@ -135,4 +164,4 @@ def _make_copier(device: torch.device) -> Copier:
     # only where there is a device: Triton reads its environment when it is imported
     from hma_triton.kernels.triton_copier import TritonCopier
 
-    return TritonCopier(device, object_alignments=(16,))
+    return DeviceCopier(device, kernel=TritonCopier(device, object_alignments=(16,)))

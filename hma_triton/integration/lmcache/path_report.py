@@ -60,7 +60,7 @@ def _executor_words(device: str) -> str:
         finally:
             copier.close()
     if device == "cuda":
-        return "Triton kernels on the stream of LMCache"
+        return "a path for each copy (Triton kernels or the copy engine), in LMCache's stream order"
     return f"none for {device}: every call goes to LMCache's own operation"
 
 

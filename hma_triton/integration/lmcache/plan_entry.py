@@ -1,8 +1,9 @@
 """LMCache's `execute_object_group_transfer`: one call moves a whole object group.
 
-LMCache plans in batches that go through a staging buffer. On the CPU that buffer is skipped: every
-launch's slots are looked up in its batch's staging copies and the blocks go straight between pages
-and objects, all batches of a kernel group in one copy. On a device the batches run as planned.
+LMCache plans in batches that go through a staging buffer. Where the executor can reach the objects
+(on the CPU, and on a device when they are pinned) that buffer is skipped: every launch's slots are
+looked up in its batch's staging copies and the blocks go straight between pages and objects, all
+batches of a kernel group in one copy. Else the batches run as planned.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from hma_triton.errors import GeometryError, PlanError
+from hma_triton.host_memory import DeviceView
 from hma_triton.integration.lmcache.executors import Executors
 from hma_triton.integration.lmcache.fallthrough import FallthroughLog
 from hma_triton.integration.lmcache.geometry import TransferGeometry
@@ -108,9 +110,12 @@ class ObjectGroupTransfer:
                 group = groups[launch.group]
                 name = format_name(group.spec.engine_kv_format)
                 group.geometry.check_ids(launch.block_ids, f"kernel group {launch.group} ({name})")
-        if place.type == "cpu" and _all_direct(batch_steps, steps):
-            self._run_direct(place, groups, steps, way)
-            return
+        if _all_direct(batch_steps, steps):
+            objects = [copy for step in batch_steps for copy in step.staging]
+            view = self._executors.host_view(place, objects, way, host_buffer_alignment)
+            if view is not None:
+                self._run_direct(place, groups, steps, way, view)
+                return
         for step, launches in zip(batch_steps, steps, strict=True):
             if way is Direction.RETRIEVE:
                 self._own.copy_staging(step.staging, direction, place, host_buffer_alignment)
@@ -126,12 +131,13 @@ class ObjectGroupTransfer:
         groups: dict[int, _Group],
         steps: Sequence[Sequence[_Launch]],
         way: Direction,
+        view: DeviceView,
     ) -> None:
         for index, group in groups.items():
             mine = [launch for launches in steps for launch in launches if launch.group == index]
             ids = np.concatenate([launch.block_ids for launch in mine])
             places = np.concatenate([launch.direct for launch in mine if launch.direct is not None])
-            self._executors.run(device, group.geometry, way, ids, places)
+            self._executors.run(device, group.geometry, way, ids, places, view)
 
     def _resolve(self, spec: KernelGroupSpec, device: torch.device) -> _Group:
         fmt = read_format(spec.engine_kv_format)
