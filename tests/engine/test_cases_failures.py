@@ -28,7 +28,7 @@ def test_71_a_failed_load_is_reported_once_and_not_tried_again(engine_of: Any) -
     engine.compute(first, 144, tables)
     second = engine.request("b", tokens)
     assert engine.matched(second) == 144
-    engine.scheduler.reset_cache()
+    engine.scheduler_client.clear(engine.scheduler._instance_id)
     engine.allocate(second, [list(range(31, 40)), [0] * 5 + [41, 42, 43, 44], [0] * 8 + [51]], 144)
 
     result = engine.drain()

@@ -1,11 +1,12 @@
-"""Field cases of K6 (and 83): what the scheduler half counts, keeps and lets go."""
+"""Field cases of K6 (and 41, 83): what the scheduler half counts, keeps and lets go."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from support.replay_tools import eventually, leases, stored_ranges, tokens_of
+from support.replay_tools import connector_of, eventually, leases, stored_ranges, tokens_of
+from support.schedule_replay import bytes_of
 from support.toy_config import full
 
 from hma_triton.server.launch import EmbeddedServer
@@ -43,6 +44,62 @@ def test_64_a_longer_local_hit_still_stores_what_the_server_lacks(engine_of: Any
     request.num_computed_tokens = 768
 
     assert stored_ranges(engine.step({"b": (request, 256, blocks)})) == [(0, 4)]
+
+
+def test_64_a_local_hit_beyond_the_servers_stores_from_the_servers_end(engine_of: Any) -> None:
+    engine = engine_of(full(16), chunk=256)
+    tokens = tokens_of(1024)
+    blocks = [[block % 63 + 1 for block in range(64)]]
+    first = engine.request("a", tokens[:512])
+    engine.allocate(first, [[]], 0)
+    engine.compute(first, 512, [blocks[0][:32]])
+    request = engine.request("b", tokens)
+    assert [engine.matched(request, local) for local in (0, 768, 768)] == [512, 0, 0]
+    engine.allocate(request, blocks, 0)
+    request.num_computed_tokens = 768
+
+    assert stored_ranges(engine.step({"b": (request, 256, blocks)})) == [(2, 4)]
+
+
+def test_41_blocks_given_twice_are_loaded_once(engine_of: Any) -> None:
+    engine = engine_of(full(16), chunk=48)
+    first = engine.request("a", tokens_of(50))
+    engine.allocate(first, [[]], 0)
+    engine.compute(first, 48, [[1, 2, 3]])
+    right = engine.snapshot([[1, 2, 3]], 48)
+    request = engine.request("b", tokens_of(50))
+    assert engine.matched(request) == 48
+    engine.allocate(request, [[4, 5, 6]], 48)
+    engine.allocate(request, [[4, 5, 6]], 48)
+    meta = engine.order({})
+    assert [job.block_ids for job in meta.loads] == [{0: [4, 5, 6]}]
+    engine.carry_out(meta)
+    engine.drain()
+    # the engine's own second call, when the load has ended: all blocks, nothing to load
+    engine.allocate(request, [[4, 5, 6, 7]], 0)
+    request.num_computed_tokens = 48
+
+    assert engine.step({"b": (request, 2, [[4, 5, 6, 7]])}).meta.loads == []
+    assert engine.snapshot([[4, 5, 6]], 48) == right
+
+
+def test_41_blocks_below_the_local_hit_are_not_written(engine_of: Any) -> None:
+    engine = engine_of(full(16), chunk=64)
+    first = engine.request("a", tokens_of(64))
+    engine.allocate(first, [[]], 0)
+    engine.compute(first, 64, [[1, 2, 3, 4]])
+    right = engine.snapshot([[1, 2, 3, 4]], 64)
+    engine.wipe()
+    request = engine.request("b", tokens_of(64))
+    assert engine.matched(request, 48) == 16
+    engine.allocate(request, [[5, 6, 7, 8]], 16)
+    engine.drain()
+
+    assert engine.snapshot([[5, 6, 7, 8]], 64, 48) == {
+        place: page for place, page in right.items() if place[1] == 3
+    }
+    for block in (5, 6, 7):
+        assert set(bytes_of(engine.page(0, block))) == {0xEE}
 
 
 def test_65_every_chunk_of_a_chunked_prefill_is_stored_once(engine_of: Any) -> None:
@@ -157,3 +214,7 @@ def test_70_roles(engine_of: Any, stores: bool, loads: bool, stored: int, found:
 
     assert sum(end - start for start, end in ranges) == stored
     assert engine.matched(engine.request("b", tokens_of(1024))) == found
+    # nobody waits for a store at a request's end, so no send is ever reported
+    results = connector_of(engine).get_transfer_results({"a"})
+    assert not results.finished_sending
+    assert connector_of(engine).request_finished_all_groups(request, ([],)) == (False, None)

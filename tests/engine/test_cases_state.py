@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.replay_tools import tokens_of
+from support.replay_tools import connector_of, leases, tokens_of
 from support.schedule_replay import bytes_of
 from support.toy_config import full, state
 
 from hma_triton.errors import ConfigError
 from hma_triton.integration.vllm.engine_checks import refuse_untested
+from hma_triton.server.launch import EmbeddedServer
 
 
 def test_56_a_moved_scratch_block_is_no_state(engine_of: Any) -> None:
@@ -25,23 +26,57 @@ def test_56_a_moved_scratch_block_is_no_state(engine_of: Any) -> None:
     assert engine.matched(engine.request("b", tokens_of(11))) == 4
 
 
-@pytest.mark.parametrize("feature", ["speculative decoding", "pipeline", "decode context"])
-def test_56_61_what_never_ran_is_refused_by_name(feature: str) -> None:
+def feature_config(feature: str) -> Any:
+    """What start-up reads of a vLLM config, with one feature that was never run."""
     parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
     config = SimpleNamespace(
         parallel_config=parallel, speculative_config=None, cache_config=SimpleNamespace()
     )
-    assert refuse_untested(config, allow=False) == []
     if feature == "speculative decoding":
         config.speculative_config = object()
-    elif feature == "pipeline":
+    elif feature == "pipeline parallelism":
         parallel.pipeline_parallel_size = 2
-    else:
+    elif feature == "decode context":
         parallel.decode_context_parallel_size = 2
+    elif feature == "prefill context":
+        parallel.prefill_context_parallel_size = 2
+    elif feature == "KV scales":
+        config.cache_config.calculate_kv_scales = True
+    return config
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "speculative decoding",
+        "pipeline parallelism",
+        "decode context",
+        "prefill context",
+        "KV scales",
+    ],
+)
+def test_56_61_what_never_ran_is_refused_by_name(feature: str) -> None:
+    assert refuse_untested(feature_config(""), allow=False) == []
 
     with pytest.raises(ConfigError, match=feature):
-        refuse_untested(config, allow=False)
-    assert feature in refuse_untested(config, allow=True)[0]
+        refuse_untested(feature_config(feature), allow=False)
+    assert feature in refuse_untested(feature_config(feature), allow=True)[0]
+
+
+@pytest.mark.parametrize("scratch", [3, 0])
+def test_61_no_block_is_pinned_scratch_or_not(
+    engine_of: Any, server: EmbeddedServer, scratch: int
+) -> None:
+    engine = engine_of(full(4), state(4))
+    request = engine.request("a", tokens_of(24))
+    tables = [[11, 12, 13, 14, 15, 16], [1, 2, 3, 4, 5, 6, 7, 8, 9][: 6 + scratch]]
+    engine.allocate(request, tables, 0)
+    result = engine.compute(request, 24, tables)
+    # the copy has ended with its step; what the engine moves or frees next is nobody's but its own
+    assert (result.finished, engine.worker._loading) == (set(), {})
+    assert result.meta.stores[0].block_ids[1] == [0, 0, 0, 0, 0, 6]
+    assert connector_of(engine).request_finished_all_groups(request, tuple(tables)) == (False, None)
+    assert leases(server.url) == 0
 
 
 def test_58_a_mixed_hit_takes_the_state_of_its_end(engine_of: Any) -> None:

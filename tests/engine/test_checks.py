@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,11 +11,16 @@ from typing import Any
 import pytest
 from support.engine_rig import Rig
 from support.toy_config import full, local, state, toy, window
+from vllm.config import KVTransferConfig
 
 from hma_triton.errors import ConfigError, UnsupportedLayoutError
 from hma_triton.geometries import stand_ins
 from hma_triton.integration.vllm.config import ConnectorSettings
-from hma_triton.integration.vllm.engine_checks import check_version, reuse_warnings
+from hma_triton.integration.vllm.engine_checks import (
+    check_version,
+    reuse_warnings,
+    start_warnings,
+)
 from hma_triton.integration.vllm.engine_shape import EngineShape, engine_shape
 
 
@@ -132,8 +138,10 @@ def test_unserved_groups_are_named() -> None:
     config, _ = toy(plain, cross, state(16, mode="none"))
     with pytest.raises(UnsupportedLayoutError) as raised:
         engine_shape(config)
-    assert "group 1" in str(raised.value)
-    assert "group 2" in str(raised.value)
+    # which group, and why
+    lines = str(raised.value)
+    assert re.search(r"group 1[^;]*cross", lines, re.IGNORECASE)
+    assert re.search(r"group 2[^;]*(snapshot|prefix)", lines, re.IGNORECASE)
 
 
 def config_of(**changes: Any) -> Any:
@@ -156,16 +164,63 @@ def config_of(**changes: Any) -> Any:
         ({"given": False}, ["--block-size 256"]),
         ({"given": False, "device": "cuda"}, []),
         ({"block": 128}, ["--block-size 256"]),
-        ({"budget": 200}, ["max_num_batched_tokens 200"]),
+        # steps end inside blocks and again on their edges: test_chunked_prefill has all hits
+        ({"budget": 160}, []),
         ({"longest": 200}, ["no hit is possible"]),
+        # prompts of 256 tokens at most, of which one is always computed
+        ({"longest": 257}, ["no hit is possible"]),
+        ({"longest": 258}, []),
     ],
-    ids=["fine", "default on cpu", "default on cuda", "small block", "small budget", "short"],
+    ids=["fine", "default cpu", "default cuda", "small", "budget", "short", "equal", "enough"],
 )
 def test_settings_that_make_hits_rare(changes: dict[str, Any], said: list[str]) -> None:
     shape = EngineShape(256, 256, {0: 256, 1: 256}, frozenset({1}), 1)
     warnings = reuse_warnings(config_of(**changes), shape)
     assert len(warnings) == len(said)
     assert all(part in text for part, text in zip(said, warnings, strict=True))
+
+
+def started(role: str = "kv_both", **changes: Any) -> Any:
+    values = {"policy": "recompute", "asynchronous": False, "ranks": 1, "hash": "sha256"} | changes
+    transfer = KVTransferConfig(
+        kv_connector="HMATritonConnector", kv_role=role, kv_load_failure_policy=values["policy"]
+    )
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        scheduler_config=SimpleNamespace(async_scheduling=values["asynchronous"]),
+        parallel_config=SimpleNamespace(data_parallel_size=values["ranks"]),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=values["hash"]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"policy": "fail"}, ["kv_load_failure_policy is 'fail': a request whose load fails"]),
+        ({"asynchronous": True}, ["asynchronous scheduling was never run"]),
+        ({"ranks": 2}, ["data parallelism was never run"]),
+        ({"hash": "xxhash"}, ["(xxhash) are seeded at random in every process"]),
+        ({"hash": "xxhash_cbor"}, ["(xxhash_cbor) are seeded at random in every process"]),
+        ({"hash": "sha256_cbor"}, []),
+        ({"role": "kv_consumer"}, ["nobody stores what it could load"]),
+        ({"role": "kv_producer"}, ["nobody loads what it stores"]),
+    ],
+    ids=lambda one: "-".join(map(str, one.values())) if isinstance(one, dict) else "",
+)
+def test_what_start_up_says_by_name(
+    changes: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    warnings = start_warnings(started(**changes), own_server=True)
+    assert len(warnings) == len(said)
+    assert all(part in text for part, text in zip(said, warnings, strict=True))
+
+
+def test_a_seed_or_a_shared_server_needs_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert start_warnings(started(hash="xxhash"), own_server=True) == []
+    assert start_warnings(started(role="kv_consumer"), own_server=False) == []
 
 
 @pytest.mark.parametrize("rig", ["qwen3_next"], indirect=True)

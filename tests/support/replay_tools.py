@@ -13,6 +13,7 @@ import msgspec
 
 from hma_triton.client import HmaClient
 from hma_triton.config import ServerConfig
+from hma_triton.integration.vllm.connector import HMATritonConnector
 
 CONFIG = ServerConfig(url="ipc:///replaced", host_bytes=16 << 20)
 
@@ -39,6 +40,13 @@ def eventually(check: Any, seconds: float = 5.0) -> None:
     while not check():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def connector_of(engine: Any) -> HMATritonConnector:
+    """vLLM's door to both halves of a replayed engine."""
+    connector = HMATritonConnector.__new__(HMATritonConnector)
+    connector._scheduler, connector._worker = engine.scheduler, engine.worker
+    return connector
 
 
 def stored_ranges(result: Any) -> list[tuple[int, int]]:

@@ -15,16 +15,19 @@ from typing import Any
 
 import torch
 from support.engine_rig import PATIENT
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.outputs import KVConnectorOutput
 
 from hma_triton.client import HmaClient
+from hma_triton.errors import HmaError
 from hma_triton.integration.vllm.config import ConnectorSettings
 from hma_triton.integration.vllm.engine_identity import EngineIdentity
 from hma_triton.integration.vllm.engine_shape import engine_shape
 from hma_triton.integration.vllm.metadata import HMAConnectorMetadata
 from hma_triton.integration.vllm.registration import PoolRegistration
 from hma_triton.integration.vllm.scheduler_half import SchedulerHalf
+from hma_triton.integration.vllm.stored_events import StoredEvents
 from hma_triton.integration.vllm.worker_half import WorkerHalf
 from hma_triton.keys import EngineFacts
 
@@ -90,19 +93,27 @@ class ReplayEngine:
         model: str = "replayed",
         rank: int = 0,
         world_size: int = 1,
+        events: StoredEvents | None = None,
+        identity: EngineIdentity | None = None,
     ) -> None:
         chosen = ConnectorSettings.from_extra_config(
             {"hma.server_url": url, **PATIENT, **(settings or {})}
         )
         self.shape = engine_shape(kv_cache_config, chunk_tokens=chosen.chunk_tokens)
-        identity = EngineIdentity(name, model, EngineFacts(), world_size, 1)
+        if identity is None:
+            identity = EngineIdentity(name, model, EngineFacts(), world_size, 1)
         self.worker_client = HmaClient(url, role="replay-worker")
         self.scheduler_client = HmaClient(url, role="replay-scheduler")
         registration = PoolRegistration(
             self.worker_client, identity, kv_cache_config, rank, self.shape.chunk_tokens, chosen
         )
         self.worker = WorkerHalf(self.worker_client, registration, chosen)
-        self.worker.register(kv_caches)
+        try:
+            self.worker.register(kv_caches)
+        except HmaError:
+            self.worker.shutdown()
+            self.scheduler_client.close()
+            raise
         self.scheduler = SchedulerHalf(
             self.scheduler_client,
             name,
@@ -111,7 +122,11 @@ class ReplayEngine:
             stores=stores,
             loads=loads,
             world_size=world_size,
+            events=events,
         )
+        # the engines of the other ranks: this one's scheduler half orders for all
+        self.other_ranks: list[ReplayEngine] = []
+        self._results = KVOutputAggregator(expected_finished_count=world_size)
         self.caches = registration.kv_caches
         self.infos = registration.infos
 
@@ -123,7 +138,7 @@ class ReplayEngine:
         self.scheduler.on_new_request(made)
         return made
 
-    def matched(self, request: Request, local_tokens: int = 0) -> int:
+    def matched(self, request: Any, local_tokens: int = 0) -> int:
         """Tokens that can be loaded beyond `local_tokens`, once the server has answered."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
@@ -134,7 +149,7 @@ class ReplayEngine:
             time.sleep(0.005)
         raise AssertionError("no answer to the lookup")
 
-    def allocate(self, request: Request, tables: Tables, external_tokens: int) -> None:
+    def allocate(self, request: Any, tables: Tables, external_tokens: int) -> None:
         """The engine's blocks for the request, `external_tokens` of them to be loaded."""
         lists = tuple(list(table) for table in tables)
         blocks = SimpleNamespace(get_block_ids=lambda: lists)
@@ -142,12 +157,25 @@ class ReplayEngine:
 
     def step(
         self,
-        scheduled: Mapping[str, tuple[Request, int, Tables]],
+        scheduled: Mapping[str, tuple[Any, int, Tables]],
         *,
         offers: Mapping[str, list[tuple[int, int, int]]] | None = None,
         preempted: Sequence[str] = (),
     ) -> StepResult:
         """One step: per request its tokens and its block tables. Advances the requests."""
+        result = self.carry_out(self.order(scheduled, offers=offers, preempted=preempted))
+        for request, count, _ in scheduled.values():
+            request.num_computed_tokens += count
+        return result
+
+    def order(
+        self,
+        scheduled: Mapping[str, tuple[Any, int, Tables]],
+        *,
+        offers: Mapping[str, list[tuple[int, int, int]]] | None = None,
+        preempted: Sequence[str] = (),
+    ) -> HMAConnectorMetadata:
+        """The first half of a step: what the scheduler half tells the workers to do."""
         tables = {name: tuple(map(list, table)) for name, (_, _, table) in scheduled.items()}
         output = SimpleNamespace(
             num_scheduled_tokens={name: count for name, (_, count, _) in scheduled.items()},
@@ -156,13 +184,28 @@ class ReplayEngine:
                 set(tables), tables.__getitem__, dict(offers or {})
             ),
         )
-        meta = self.scheduler.build_meta(output)
+        return self.scheduler.build_meta(output)
+
+    def carry_out(self, meta: HMAConnectorMetadata) -> StepResult:
+        """The other half: the workers do it, the scheduler half sees their results."""
+        return self.tell([self.work(meta), *(one.work(meta) for one in self.other_ranks)], meta)
+
+    def work(self, meta: HMAConnectorMetadata) -> KVConnectorOutput:
+        """What one rank's worker does with its orders, and says."""
         self.worker.start_loads(meta)
         self.worker.save(meta)
-        result = self._collect(meta)
-        for request, count, _ in scheduled.values():
-            request.num_computed_tokens += count
-        return result
+        finished, failed = self.worker.finished_loads()
+        output = KVConnectorOutput()
+        output.finished_recving, output.failed_recving = finished, failed
+        output.kv_connector_worker_meta = self.worker.take_meta()
+        return output
+
+    def tell(self, outputs: list[KVConnectorOutput], meta: HMAConnectorMetadata) -> StepResult:
+        """The ranks' results, joined by vLLM's own code, reach the scheduler half."""
+        of_ranks = [SimpleNamespace(kv_connector_output=output) for output in outputs]
+        joined = self._results.aggregate(of_ranks).kv_connector_output
+        self.scheduler.update_output(joined)
+        return StepResult(meta, joined.finished_recving or set(), joined.failed_recving or set())
 
     def drain(self) -> StepResult:
         """Idle steps until no load is in flight."""
@@ -172,18 +215,10 @@ class ReplayEngine:
             result = self.step({})
             total.finished |= result.finished
             total.failed |= result.failed
-            if not self.worker._loading:
+            if not any(one.worker._loading for one in (self, *self.other_ranks)):
                 return total
             time.sleep(0.002)
         raise AssertionError("a load did not end")
-
-    def _collect(self, meta: HMAConnectorMetadata) -> StepResult:
-        finished, failed = self.worker.finished_loads()
-        output = KVConnectorOutput()
-        output.finished_recving, output.failed_recving = finished, failed
-        output.kv_connector_worker_meta = self.worker.take_meta()
-        self.scheduler.update_output(output)
-        return StepResult(meta, finished, failed)
 
     def compute(self, request: Request, count: int, tables: Tables, **step: Any) -> StepResult:
         """One step of one request, its blocks filled as the model would."""
@@ -228,7 +263,7 @@ class ReplayEngine:
         for cache in self.caches.values():
             cache.untyped_storage().fill_(0xEE)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: Any) -> None:
         """The request has ended."""
         self.scheduler.finished(request)
 

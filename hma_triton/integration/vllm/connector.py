@@ -80,7 +80,8 @@ class HMATritonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = _scheduler_half(client, vllm_config, shape, settings)
             unknown_version = check_version(vllm.__version__)
             warnings += [unknown_version] if unknown_version else []
-            warnings += start_warnings(vllm_config) + reuse_warnings(vllm_config, shape)
+            warnings += start_warnings(vllm_config, own_server=not settings.server_url)
+            warnings += reuse_warnings(vllm_config, shape)
             for text in warnings:
                 logger.warning("hma_triton: %s", text)
         else:

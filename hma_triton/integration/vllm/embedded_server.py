@@ -71,11 +71,12 @@ def ensure_embedded_server(
 
     Raises:
         ConfigError: the folder of the sockets is not this user's alone.
-        ServerUnavailableError: the server did not answer within `timeout_s`.
+        ServerUnavailableError: the server did not answer within `timeout_s`, or others that start
+            theirs took as long.
     """
     url = embedded_url(instance_id)
     prepare_socket_directory(url)
-    with _locked(default_socket_directory()):
+    with _locked(default_socket_directory(), timeout_s):
         if _answers(url, PROBE_SECONDS):
             return None
         server = EmbeddedServer(
@@ -106,11 +107,25 @@ def _answers(url: str, timeout_s: float) -> bool:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, timeout_s: float) -> Iterator[None]:
     """Holds the folder's lock; the kernel lets go of it when the process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    deadline = time.monotonic() + timeout_s
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise ServerUnavailableError(
+                    f"another process has held the lock on {folder} for {timeout_s} s"
+                )
+            time.sleep(0.02)
         yield
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

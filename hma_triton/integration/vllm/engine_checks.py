@@ -61,16 +61,29 @@ def refuse_untested(vllm_config: Any, *, allow: bool) -> list[str]:
     return [text]
 
 
-def start_warnings(vllm_config: Any) -> list[str]:
-    """What an operator should know before the first request; scheduler half."""
+def start_warnings(vllm_config: Any, *, own_server: bool = False) -> list[str]:
+    """What an operator should know before the first request; scheduler half.
+
+    `own_server`: the engine starts a server that no other engine uses.
+    """
     warnings = []
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
         warnings.append(
             "kv_load_failure_policy is 'fail': a request whose load fails (server lost, object"
             " evicted) ends with an error; set it to 'recompute' to have such requests recomputed"
         )
     if vllm_config.scheduler_config.async_scheduling:
         warnings.append("asynchronous scheduling was never run with this connector")
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        warnings.append("data parallelism was never run with this connector")
+    if own_server and not (transfer.is_kv_producer and transfer.is_kv_consumer):
+        warnings.append(
+            f"no hit is possible: kv_role is {transfer.kv_role!r} and the server is this engine's"
+            " own, so that nobody "
+            + ("loads what it stores" if transfer.is_kv_producer else "stores what it could load")
+            + "; set hma.server_url to a server that others use too"
+        )
     if not hashes_repeat(vllm_config):
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         warnings.append(
@@ -82,12 +95,20 @@ def start_warnings(vllm_config: Any) -> list[str]:
 
 
 def reuse_warnings(vllm_config: Any, shape: EngineShape) -> list[str]:
-    """Settings that make hits impossible or rare: state exists where a step ended on its block."""
+    """Settings that make hits impossible or rare: state exists where a step ended on its block.
+
+    A token budget below the state's block is none of them: steps then end inside a block and again
+    on its edge.
+    """
     longest = int(vllm_config.model_config.max_model_len)
     warnings = []
-    if shape.chunk_tokens > longest:
+    # one token of the model's length is left for the output
+    if shape.chunk_tokens + shape.leave_tokens >= longest:
         warnings.append(
-            f"no hit is possible: a chunk has {shape.chunk_tokens} tokens, max_model_len is"
+            f"no hit is possible: a chunk has {shape.chunk_tokens} tokens, and a prompt of"
+            f" max_model_len {longest} ends before the next token"
+            if shape.chunk_tokens < longest
+            else f"no hit is possible: a chunk has {shape.chunk_tokens} tokens, max_model_len is"
             f" {longest}"
         )
     if not shape.recurrent:
@@ -99,12 +120,6 @@ def reuse_warnings(vllm_config: Any, shape: EngineShape) -> list[str]:
             f"few hits are possible: the scheduler ends its steps on multiples of {split_tokens}"
             f" tokens, recurrent state is kept every {state_tokens}; give --block-size"
             f" {state_tokens}"
-        )
-    budget = int(vllm_config.scheduler_config.max_num_batched_tokens)
-    if budget < state_tokens:
-        warnings.append(
-            f"few hits are possible: max_num_batched_tokens {budget} is less than the"
-            f" {state_tokens} tokens between two recurrent states"
         )
     return warnings
 

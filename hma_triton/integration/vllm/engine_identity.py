@@ -74,6 +74,17 @@ def engine_identity(vllm_config: Any) -> EngineIdentity:
     )
 
 
+def adapter_digest(lora_request: Any) -> bytes:
+    """What tells an adapter from one that took its place; empty without one.
+
+    The engine's block hashes hold its name and path, not what lies there: files replaced in place
+    are another adapter, for engines that share a server and after a restart.
+    """
+    if lora_request is None:
+        return b""
+    return bytes.fromhex(_digest(_weights_digest(str(lora_request.lora_path))))
+
+
 def replicated_infos(
     kv_cache_config: Any,
     layer_names: Sequence[str],

@@ -27,6 +27,11 @@ class StoreJob:
     parent: bytes
     block_ids: GroupIds
 
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """The request and the range of chunks, as results name them."""
+        return self.request_id, self.start_chunk, self.start_chunk + len(self.digests)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:

@@ -7,6 +7,7 @@ tables, because one step later an id may belong to another group.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from enum import Enum
 from typing import Any
 
 from hma_triton.client import HmaClient
+from hma_triton.errors import HmaError
 from hma_triton.integration.vllm.config import ConnectorSettings
+from hma_triton.integration.vllm.engine_identity import adapter_digest
 from hma_triton.integration.vllm.engine_shape import EngineShape
 from hma_triton.integration.vllm.metadata import (
     GroupIds,
@@ -25,6 +28,7 @@ from hma_triton.integration.vllm.metadata import (
 )
 from hma_triton.integration.vllm.stats import HMAStats
 from hma_triton.integration.vllm.stored_events import StoredEvents
+from hma_triton.integration.vllm.warn_once import logger
 
 NULL_BLOCK = 0
 DEFAULT_LEASE_S = 60.0
@@ -35,17 +39,23 @@ class Phase(Enum):
 
     WAITING = "waiting"  # lookup sent, or none to send; not admitted yet
     LOADING = "loading"  # the worker half writes its blocks
-    RUNNING = "running"  # admitted; nothing of the server's is held for it
+    RUNNING = "running"  # admitted, or about to be; nothing of the server's is held for it
 
 
 @dataclass(slots=True)
 class Tracked:
-    """One request. `next_chunk` is the first chunk that is not known to be stored."""
+    """One request. Chunks before `next_chunk` are stored or were ordered to be.
+
+    `left_behind` is the first chunk of a store that failed; it goes along with the next one.
+    `adapter` is mixed into the digests of a request with an adapter (`engine_identity`).
+    """
 
     request: Any
+    adapter: bytes = b""
     phase: Phase = Phase.WAITING
     asked_at: float | None = None
     next_chunk: int = 0
+    left_behind: int | None = None
     failed: bool = False
 
 
@@ -75,14 +85,19 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         # Requests that may still fill a chunk, in order of arrival.
         self._storing: dict[str, None] = {}
+        # Requests that ended while their load was in flight.
+        self._ended_loading: set[str] = set()
+        # Stores ordered and not yet told of, by (request, start chunk, end chunk); for events.
+        self._ordered: dict[tuple[str, int, int], Any] = {}
         self._orders: list[LoadJob] = []
         self._next_renewal = 0.0
         self.stats = HMAStats()
 
     def on_new_request(self, request: Any) -> None:
         """Track a request and send its lookup."""
-        tracked = Tracked(request)
+        tracked = Tracked(request, adapter_digest(request.lora_request))
         self._tracked[request.request_id] = tracked
+        self._ended_loading.discard(request.request_id)
         if self._stores:
             self._storing[request.request_id] = None
         self._ask(tracked)
@@ -102,11 +117,12 @@ class SchedulerHalf:
         return (beyond, True) if beyond > 0 else (0, False)
 
     def after_alloc(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """The engine has admitted a request, or given it the blocks to load into."""
+        """The engine has admitted a request, or given it the blocks to load into.
+
+        It says so again, with all blocks, when a load has ended: there is nothing more to load.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.phase is not Phase.WAITING:
-            if tracked is not None and external_tokens == 0:
-                tracked.phase = Phase.RUNNING
             return
         reply = None
         if tracked.asked_at is not None:
@@ -127,52 +143,68 @@ class SchedulerHalf:
         """The worker half's orders for this step."""
         meta = HMAConnectorMetadata(loads=self._orders)
         self._orders = []
+        scheduled = scheduler_output.num_scheduled_tokens
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._tracked:
-                self._restart(self._tracked[request_id])
+                # One that the engine has taken up again at once needs no hit any more.
+                self._restart(self._tracked[request_id], asks=request_id not in scheduled)
         if self._storing:
             block_state = scheduler_output.kv_connector_block_state
-            scheduled = scheduler_output.num_scheduled_tokens
             # A decode step has nothing to store and is not to pay for it.
             for request_id in [one for one in self._storing if one in scheduled]:
                 job = self._store_job(self._tracked[request_id], scheduled[request_id], block_state)
                 if job is not None:
                     meta.stores.append(job)
+        if self._events is not None:
+            for job in meta.stores:
+                self._ordered[job.key] = self._tracked[job.request_id].request
         self._renew_leases()
         return meta
 
     def update_output(self, output: Any) -> None:
         """The workers' results of a step, seen before the next one is scheduled."""
+        failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
-            tracked = self._tracked.get(request_id)
-            if tracked is None or tracked.phase is not Phase.LOADING:
-                continue
-            # The engine admits it next, or asks anew after a failed load.
-            self._let_go(tracked)
-            if request_id in (output.failed_recving or ()):
-                tracked.failed = True
-                tracked.next_chunk = 0
-                tracked.phase = Phase.WAITING
+            if request_id in failed:
                 self.stats.add("failed_loads")
+            self._load_ended(request_id, failed=request_id in failed)
         meta = output.kv_connector_worker_meta
         if isinstance(meta, HMAWorkerMetadata):
             self._take_worker_meta(meta)
 
     def finished(self, request: Any) -> None:
-        """A request has ended, in whatever way. A load in flight ends its own lease."""
-        tracked = self._tracked.pop(request.request_id, None)
-        self._storing.pop(request.request_id, None)
-        if tracked is not None and tracked.phase is Phase.WAITING:
+        """A request has ended, in whatever way. What a load in flight holds goes with the load."""
+        request_id = request.request_id
+        tracked = self._tracked.pop(request_id, None)
+        self._storing.pop(request_id, None)
+        if tracked is None or tracked.asked_at is None:
+            return
+        if tracked.phase is Phase.LOADING:
+            self._ended_loading.add(request_id)
+        else:
             self._let_go(tracked)
 
     def reset_cache(self) -> bool:
-        """Forget every key of this engine's namespace on the server."""
-        cleared = self._client.clear(self._instance_id, timeout_s=self._settings.timeout_s)
+        """Forget every key of this engine's namespace on the server; False when it cannot be had.
+
+        What was computed before is not stored afterwards: the reset may stand for new weights.
+        """
+        for request_id, tracked in self._tracked.items():
+            tracked.next_chunk, tracked.left_behind = 0, None
+            if tracked.phase is not Phase.WAITING:
+                self._storing.pop(request_id, None)
+        try:
+            self._client.clear(self._instance_id, timeout_s=self._settings.timeout_s)
+        except HmaError as error:
+            logger.warning("hma_triton: the cache was not reset: %s", error)
+            return False
         if self._events is not None:
             self._events.cleared()
         for tracked in self._tracked.values():
-            tracked.next_chunk = 0
-        return cleared >= 0
+            if tracked.phase is Phase.WAITING and tracked.asked_at is not None:
+                self._let_go(tracked)
+                self._ask(tracked)
+        return True
 
     def take_events(self) -> Iterable[Any]:
         """KV events since the last call."""
@@ -196,7 +228,7 @@ class SchedulerHalf:
         if not self._loads or tracked.failed or request.skip_reading_prefix_cache:
             return
         most = self._shape.servable_tokens(request.num_tokens)
-        digests = self._digests(request, 0, self._whole_chunks(request, most))
+        digests = self._digests(tracked, 0, self._whole_chunks(request, most))
         if not digests:
             return
         self._client.lookup_submit(
@@ -208,12 +240,27 @@ class SchedulerHalf:
         )
         tracked.asked_at = time.monotonic()
 
-    def _restart(self, tracked: Tracked) -> None:
+    def _restart(self, tracked: Tracked, *, asks: bool) -> None:
         """A preempted request starts from token 0 again, outputs included."""
-        tracked.phase = Phase.WAITING
         if self._stores:
             self._storing[tracked.request.request_id] = None
-        self._ask(tracked)
+        if asks:
+            tracked.phase = Phase.WAITING
+            self._ask(tracked)
+
+    def _load_ended(self, request_id: str, *, failed: bool) -> None:
+        """The engine admits the request next, or asks anew after a failed load."""
+        tracked = self._tracked.get(request_id)
+        if request_id in self._ended_loading:
+            self._ended_loading.discard(request_id)
+            self._client.release(self._instance_id, request_id)
+        elif tracked is not None and tracked.phase is Phase.LOADING:
+            self._let_go(tracked)
+            tracked.phase = Phase.RUNNING
+            if failed:
+                tracked.failed = True
+                tracked.next_chunk = 0
+                tracked.phase = Phase.WAITING
 
     def _renew_leases(self) -> None:
         """Ask again for requests that have waited so long that the server's lease may end."""
@@ -249,7 +296,7 @@ class SchedulerHalf:
             group: list(tables[group][: hit_tokens // tokens])
             for group, tokens in self._shape.tokens_per_block.items()
         }
-        digests = tuple(self._digests(tracked.request, 0, chunks))
+        digests = tuple(self._digests(tracked, 0, chunks))
         return LoadJob(request_id, digests, skip_tokens, block_ids)
 
     def _store_job(self, tracked: Tracked, count: int, block_state: Any) -> StoreJob | None:
@@ -269,13 +316,15 @@ class SchedulerHalf:
         tables = block_state.get_block_ids(request.request_id)
         if tables is None:
             return None
-        tracked.next_chunk = done
+        if tracked.left_behind is not None:
+            start = min(start, tracked.left_behind)
+        tracked.next_chunk, tracked.left_behind = done, None
         offers = block_state.boundary_state_offloads.get(request.request_id, ())
         return StoreJob(
             request.request_id,
             start,
-            tuple(self._digests(request, start, done)),
-            self._digests(request, start - 1, start)[0] if start else b"",
+            tuple(self._digests(tracked, start, done)),
+            self._digests(tracked, start - 1, start)[0] if start else b"",
             {
                 group: self._range_ids(group, tables[group], start, done, step_end, offers)
                 for group in self._shape.tokens_per_block
@@ -311,10 +360,13 @@ class SchedulerHalf:
         hashed = len(request.block_hashes) // self._shape.hashes_per_chunk
         return min(tokens // self._shape.chunk_tokens, hashed)
 
-    def _digests(self, request: Any, start: int, end: int) -> list[bytes]:
+    def _digests(self, tracked: Tracked, start: int, end: int) -> list[bytes]:
         """Digests of chunks [start, end): the engine's chained hash at each chunk's last block."""
-        step = self._shape.hashes_per_chunk
-        return [bytes(request.block_hashes[(chunk + 1) * step - 1]) for chunk in range(start, end)]
+        step, hashes = self._shape.hashes_per_chunk, tracked.request.block_hashes
+        digests = [bytes(hashes[(chunk + 1) * step - 1]) for chunk in range(start, end)]
+        if not tracked.adapter:
+            return digests
+        return [hashlib.sha256(tracked.adapter + digest).digest() for digest in digests]
 
     def _count_lookup(self, tracked: Tracked, reply: Any, external_tokens: int) -> None:
         if tracked.asked_at is None or reply is None:
@@ -328,11 +380,14 @@ class SchedulerHalf:
         for request_id, chunk in meta.failed.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                # Sent again beside the next chunk that this request fills, if it fills one.
-                tracked.next_chunk = min(tracked.next_chunk, chunk)
+                earlier = chunk if tracked.left_behind is None else tracked.left_behind
+                tracked.left_behind = min(earlier, chunk)
         if self._events is None:
             return
-        for (request_id, start, end), ranks in meta.stored.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and ranks == self._world_size:
-                self._events.stored(tracked.request, start, end, self._shape)
+        for key, ranks in meta.stored.items():
+            # A request may have ended in the very step that stored its last chunk.
+            request = self._ordered.pop(key, None)
+            if request is not None and ranks == self._world_size:
+                self._events.stored(request, key[1], key[2], self._shape)
+        for key in [key for key in self._ordered if key[0] in meta.failed]:
+            del self._ordered[key]

@@ -176,8 +176,7 @@ class WorkerHalf:
             self.stats.add("stores")
             self.stats.add("stored_objects", reply.stored)
             self.stats.add("stored_bytes", reply.nbytes)
-            end = job.start_chunk + len(job.digests)
-            self._meta.stored[job.request_id, job.start_chunk, end] = 1
+            self._meta.stored[job.key] = 1
             self._audit_store(job)
             slow = seconds > self._settings.slow_store_s + reply.nbytes / SLOW_BYTES_PER_SECOND
             if self._breaker.succeeded(slow=slow):
