@@ -14,6 +14,8 @@ from hma_triton.errors import ConfigError
 VERIFY_MODES = ("off", "sample", "all")
 # when the host memory is taken: before the socket answers, beside serving, or as objects come
 TOUCH_MODES = ("start", "background", "off")
+# whether the host memory is pinned for GPUs: where there is one, in any case, or never
+PIN_MODES = ("auto", "on", "off")
 SAMPLE_EVERY = 16
 _GIB = 1 << 30
 _MAX_SOCKET_PATH = 107
@@ -47,6 +49,7 @@ class ServerConfig:
     hugepages: str = "off"
     numa_node: int | None = None
     touch: str = "background"
+    pin: str = "auto"
     socket_limit_bytes: int = _GIB
 
     def __post_init__(self) -> None:
@@ -54,6 +57,8 @@ class ServerConfig:
             raise ConfigError(f"verify {self.verify!r} is unknown; use one of {VERIFY_MODES}")
         if self.touch not in TOUCH_MODES:
             raise ConfigError(f"touch {self.touch!r} is unknown; use one of {TOUCH_MODES}")
+        if self.pin not in PIN_MODES:
+            raise ConfigError(f"pin {self.pin!r} is unknown; use one of {PIN_MODES}")
         for name, low, high in (
             ("host_bytes", 1 << 12, 1 << 47),
             ("copy_threads", 1, 256),

@@ -30,6 +30,8 @@ class _Gauges(Collector):
             ("hma_leases", "Lookups whose promise still holds", state["leases"]),
             ("hma_queued_copies", "Copies that have not started", state["queued"]),
             ("hma_running_copies", "Copies that run", state["running"]),
+            ("hma_overdue_calls", "Driver calls that take too long", state["overdue_calls"]["now"]),
+            ("hma_arena_pinned", "Whether the arena is pinned", int(state["arena"]["pinned"])),
             ("hma_peers", "Greeted connections", len(state["peers"])),
             ("hma_registrations", "Registered pools", len(state["registrations"])),
             ("hma_chunks", "Chunks with at least one object", state["chunks"]),
@@ -48,6 +50,11 @@ class _Gauges(Collector):
             "hma_corrupt_objects",
             "Objects whose checksum did not match",
             value=state["counters"]["corrupt_objects"],
+        )
+        yield CounterMetricFamily(
+            "hma_ever_overdue_calls",
+            "Registrations and releases that took too long",
+            value=state["overdue_calls"]["ever"],
         )
         yield CounterMetricFamily(
             "hma_expired_leases", "Leases ended by time", value=state["expired_leases"]

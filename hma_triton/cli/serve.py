@@ -40,6 +40,19 @@ _NumaNode = Annotated[
     int | None,
     typer.Option(min=0, help="Take the host memory from this node: the GPU's. [default: any]"),
 ]
+_Touch = Annotated[
+    str,
+    typer.Option(
+        help="Take the host memory at the `start`, in the `background`, or `off`: as objects come."
+    ),
+]
+_Pin = Annotated[
+    str,
+    typer.Option(
+        help="Pin the host memory for GPUs: `auto`, in the background where there is one; `on`, "
+        "before serving, or not start; `off`, never."
+    ),
+]
 _MetricsPort = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Prometheus on 127.0.0.1. [default: none]")
 ]
@@ -65,10 +78,8 @@ def main(
     shutdown_s: float = typer.Option(5.0, help="How long running copies may take after SIGTERM."),
     hugepages: str = typer.Option("off", help="For the host memory: off, thp or hugetlb."),
     numa_node: _NumaNode = None,
-    touch: str = typer.Option(
-        "background",
-        help="Take the host memory at the `start`, in the `background`, or `off`: as objects come.",
-    ),
+    touch: _Touch = "background",
+    pin: _Pin = "auto",
     metrics_port: _MetricsPort = None,
     parent_pid: int | None = typer.Option(None, help="End when this process ends."),
     curve_key: _CurveKey = None,
@@ -104,6 +115,7 @@ def main(
             hugepages=hugepages,
             numa_node=numa_node,
             touch=touch,
+            pin=pin,
         )
     )
     logging.shutdown()

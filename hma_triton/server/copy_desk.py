@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from hma_triton import messages as m
 from hma_triton.config import ServerConfig
+from hma_triton.errors import HmaError
 from hma_triton.metrics import Metrics
 from hma_triton.objects.leases import LeaseTable
 from hma_triton.objects.store import ObjectStore
@@ -62,8 +63,10 @@ class CopyDesk:
         job.registration.running += 1
         if isinstance(job, StoreJob) and not job.reservation.places:
             self._finish(job)
-        elif job.event is None or job.event.query():
+        elif _has_fired(job):
             self._enqueue(job)
+        elif job.code:
+            self._finish(job)
         elif len(self._waiting) >= self._waiting_limit:
             job.fail(m.ErrorCode.BUSY, f"{len(self._waiting)} copies already wait for events")
             self._finish(job)
@@ -80,8 +83,10 @@ class CopyDesk:
         """Queue jobs whose event has fired; give up those whose deadline has passed."""
         waiting, self._waiting = self._waiting, []
         for job in waiting:
-            if job.event is None or job.event.query():
+            if _has_fired(job):
                 self._enqueue(job)
+            elif job.code:
+                self._finish(job)
             elif now_ns > job.deadline_ns:
                 job.fail(m.ErrorCode.DEADLINE, "the producer's work did not end in time")
                 self._finish(job)
@@ -226,3 +231,13 @@ class CopyDesk:
             callbacks, registration.when_closed = registration.when_closed, []
             for callback in callbacks:
                 callback()
+
+
+def _has_fired(job: Job) -> bool:
+    """Whether the producer's work has ended; fails the job when its event cannot be asked."""
+    try:
+        return job.event is None or job.event.query()
+    except HmaError as error:
+        # a driver's refusal, as when the process that made the event has crashed
+        job.fail(m.ErrorCode.TRANSFER, f"the producer's event: {error}")
+        return False

@@ -24,8 +24,8 @@ EXIT_CLEAN, EXIT_COPIES_LEFT = 0, 5
 def serve(config: ServerConfig) -> int:
     """Serve until SIGTERM, SIGINT or the parent's end; gives the exit status.
 
-    0: all copies had ended. 5: some had not after `config.shutdown_s`, and the process must end
-    without waiting for them.
+    0: all copies had ended. 5: some had not after `config.shutdown_s`, or a driver call does not
+    return; the process must end without waiting for them.
 
     Raises:
         ConfigError, CapacityError: as `CacheServer`.
@@ -33,7 +33,9 @@ def serve(config: ServerConfig) -> int:
     server = CacheServer(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    return EXIT_CLEAN if server.run() else EXIT_COPIES_LEFT
+    ended = server.run()
+    stuck, _ = server.handlers.registrar.overdue
+    return EXIT_CLEAN if ended and not stuck else EXIT_COPIES_LEFT
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from hma_triton.objects.arena import Arena
 from hma_triton.process_identity import ProcessWatch, start_ticks, this_process
 from hma_triton.server.curve import CurveGate
 from hma_triton.server.handlers import Handlers
+from hma_triton.server.pinned_arena import context_bytes, device_node
 from hma_triton.server.socket_guard import SocketGuard
 from hma_triton.server.status import snapshot
 
@@ -67,7 +68,7 @@ class CacheServer:
         arena = Arena(
             config.host_bytes,
             hugepages=config.hugepages,
-            numa_node=config.numa_node,
+            numa_node=device_node(config.pin) if config.numa_node is None else config.numa_node,
             touch=config.touch,
         )
         self.handlers = Handlers(
@@ -75,7 +76,7 @@ class CacheServer:
         )
         self._context = zmq.Context()
         self._gate = CurveGate(self._context, config.curve_key_file)
-        self._guard = SocketGuard(config.socket_limit_bytes)
+        self._guard = SocketGuard(config.socket_limit_bytes + context_bytes())
         self._socket = self._bind()
         self._stop_metrics = (
             self.handlers.metrics.serve(config.metrics_port)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from hma_triton import messages as m
 from hma_triton.config import ServerConfig
 from hma_triton.errors import CapacityError, ConfigError, HmaError, RemoteError
 from hma_triton.objects.store import ObjectStore
+from hma_triton.server.control_threads import ControlThreads
 from hma_triton.server.copy_desk import CopyDesk
 from hma_triton.server.peers import Peer, PeerTable
 from hma_triton.server.pinned_arena import PinnedArena
 from hma_triton.server.registration import Registration, RegistrationTable, build_registration
 
 log = logging.getLogger("hma_triton.server")
+
+_CONTROL_TURNS = 2
+# longer than this, a registration or release no longer holds up the next one
+_CONTROL_LIMIT_S = 10.0
 
 # (callback, who gets the error when it raises: identity and seq)
 Later = Callable[[Callable[[], None], tuple[bytes, int] | None], None]
@@ -41,8 +46,9 @@ class Registrar:
         self._desk = desk
         self._send = send
         self._later = later
-        self._pinned = PinnedArena(store.arena)
-        self._control = ThreadPoolExecutor(2, thread_name_prefix="hma-control")
+        self.pinned_arena = PinnedArena(store.arena, config.pin, config.numa_node)
+        self.pinned_arena.start()
+        self._control = ControlThreads(_CONTROL_TURNS, _CONTROL_LIMIT_S)
 
     def register(self, peer: Peer, request: m.RegisterKVCache) -> None:
         """Start building the registration; the reply follows when it is built.
@@ -58,7 +64,7 @@ class Registrar:
                     f"{peer.process.pid}; every process registers its own"
                 )
         future = self._control.submit(
-            build_registration, request, peer.identity, self._config, self._pinned
+            build_registration, request, peer.identity, self._config, self.pinned_arena
         )
         future.add_done_callback(
             lambda done: self._later(
@@ -153,12 +159,27 @@ class Registrar:
 
     def _release_pool(self, registration: Registration) -> None:
         # unmapping may take long, and never on the loop's thread
-        def release() -> None:
-            registration.engine.close()
-            registration.caches.close()
+        self._control.submit(_release, registration)
 
-        self._control.submit(release)
+    @property
+    def overdue(self) -> tuple[int, int]:
+        """Control calls that take too long: now, and ever."""
+        return self._control.overdue, self._control.overdue_total
 
     def stop(self) -> None:
-        """End the control threads; pools still mapped go with the process."""
-        self._control.shutdown(wait=False, cancel_futures=True)
+        """Start nothing more; pools still mapped go with the process."""
+        self._control.stop()
+
+
+def _release(registration: Registration) -> None:
+    """Give back what the registration holds; what one part refuses does not keep the other."""
+    for close in (registration.engine.close, registration.caches.close):
+        try:
+            close()
+        except (HmaError, RuntimeError, OSError) as error:
+            log.warning(
+                "releasing the pool of instance=%s rank=%d: %s",
+                registration.instance_id,
+                registration.rank,
+                error,
+            )

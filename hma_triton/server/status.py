@@ -28,6 +28,7 @@ def snapshot(handlers: Handlers, server_id: str, started_ns: int) -> dict[str, A
             "nbytes": store.arena.nbytes,
             "used_bytes": store.arena.used_bytes,
             "unit_bytes": store.arena.unit_bytes,
+            "pinned": handlers.registrar.pinned_arena.is_pinned,
             "sizes": store.arena.usage(),
         },
         "pinned_bytes": store.pinned_bytes,
@@ -39,6 +40,7 @@ def snapshot(handlers: Handlers, server_id: str, started_ns: int) -> dict[str, A
         "queued": handlers.desk.pool.queued,
         "running": handlers.desk.pool.running,
         "open_copies": handlers.desk.open_jobs,
+        "overdue_calls": dict(zip(("now", "ever"), handlers.registrar.overdue, strict=True)),
         "counters": {
             "committed_objects": counters.committed_objects,
             "aborted_objects": counters.aborted_objects,

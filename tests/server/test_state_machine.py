@@ -89,7 +89,7 @@ class InlineExecutor:
             done.set_exception(error)
         return done
 
-    def shutdown(self, **unused: object) -> None:
+    def stop(self) -> None:
         pass
 
 

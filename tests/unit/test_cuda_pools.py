@@ -16,14 +16,18 @@ from support.fake_cuda import FakeCudaDriver, FakeGpu, FakeKernel
 from hma_triton import engine as engine_module
 from hma_triton import tensor_ipc, tensor_ipc_cuda
 from hma_triton.config import ServerConfig
+from hma_triton.cuda_driver import CudaCallError
 from hma_triton.engine import TransferEngine
 from hma_triton.errors import ConfigError, UnsupportedLayoutError
 from hma_triton.handles import CudaEventHandle
 from hma_triton.kernels.device import DeviceCopier
+from hma_triton.metrics import Metrics
 from hma_triton.objects.arena import Arena
 from hma_triton.process_identity import this_process
 from hma_triton.server import pinned_arena
+from hma_triton.server.copy_desk import CopyDesk
 from hma_triton.server.handlers import Handlers
+from hma_triton.server.jobs import StoreJob
 from hma_triton.server.pinned_arena import PinnedArena
 from hma_triton.tensor_ipc import CudaStorages, device_of, export_kv_caches, import_kv_caches
 from hma_triton.tensor_ipc_cuda import ImportedEvent, StepEvents
@@ -65,6 +69,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         ),
     )
     monkeypatch.setattr(pinned_arena, "CudaDriver", driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(tensor_ipc_cuda, "this_process", lambda: PEER)
     yield made
 
@@ -117,23 +123,14 @@ def test_the_device_of_caches() -> None:
     assert device_of({}).type == "cpu"
 
 
-def test_the_arena_is_pinned_once_and_only_for_a_device(gpu: FakeGpu) -> None:
-    arena = Arena(1 << 20)
-    pinned = PinnedArena(arena)
-    assert pinned.for_device(torch.device("cpu")) is None
-    assert "register_host" not in gpu.names()
-    first = pinned.for_device(CUDA)
-    assert first is not None and pinned.for_device(CUDA) is first
-    assert gpu.pinned == {arena.address: arena.memory.nbytes}
-    assert gpu.names().count("register_host") == 1
-
-
 def test_a_store_and_a_retrieve_of_a_mapped_pool_through_the_pinned_arena(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a server does with a registration, over simulated streams."""
     arena = Arena(1 << 20)
-    pinned = PinnedArena(arena).for_device(CUDA)
+    started = PinnedArena(arena, "on")
+    started.start()
+    pinned = started.for_device(CUDA)
     driver = FakeCudaDriver(gpu)
     monkeypatch.setattr(
         engine_module,
@@ -216,3 +213,48 @@ def test_settings_of_the_arena_reach_it(monkeypatch: pytest.MonkeyPatch) -> None
         Arena(1 << 20, hugepages="large")
     touched = Arena(1 << 20, touch="start")
     assert touched.memory.nbytes >= touched.nbytes
+
+
+class _Refusing:
+    """An event that the driver answers for once, and then no more."""
+
+    def __init__(self, answers: int) -> None:
+        self.answers = answers
+
+    def query(self) -> bool:
+        self.answers -= 1
+        if self.answers < 0:
+            raise CudaCallError("cudaEventQuery", "cudaErrorInvalidResourceHandle")
+        return False
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_an_event_that_cannot_be_asked_fails_its_job_alone(answers: int) -> None:
+    """At once or while it waits: its request is answered, the loop and a neighbour go on."""
+    replies: list[Any] = []
+    store: Any = SimpleNamespace(abort=lambda reservation: None)
+    desk = CopyDesk(
+        ServerConfig(url="ipc:///tmp/x"),
+        store,
+        SimpleNamespace(),  # type: ignore[arg-type]
+        Metrics(dict),
+        lambda identity, reply: replies.append(reply),
+        lambda work: work(),
+    )
+    registration: Any = SimpleNamespace(
+        running=0, closing=False, lane="a", shape=SimpleNamespace(num_groups=1)
+    )
+    for seq, event in enumerate((_Refusing(answers), _Refusing(9))):
+        reservation: Any = SimpleNamespace(places=[(0, 0)], addresses=[np.ones(1)], there=0)
+        desk.submit(
+            StoreJob(
+                owner=b"o", seq=seq, registration=registration, block_ids=[], deadline_ns=1 << 62,
+                event=event, arena=None, submitted_ns=0,  # type: ignore[arg-type]
+                reservation=reservation, wants_checksums=False,
+            )
+        )  # fmt: skip
+    desk.poll_waiting(0)
+    assert [(reply.seq, reply.code) for reply in replies] == [(0, "transfer")]
+    assert "cudaErrorInvalidResourceHandle" in replies[0].message
+    assert registration.running == 1 and desk.has_waiting
+    desk.shut_down(1)
