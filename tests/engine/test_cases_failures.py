@@ -38,6 +38,10 @@ def test_71_a_failed_load_is_reported_once_and_not_tried_again(engine_of: Any) -
     assert engine.matched(second) == 0
     engine.allocate(second, [[], [], []], 0)
     assert stored_ranges(engine.compute(second, 144, tables)) == [(0, 3)]
+    # nor when it is preempted later, though all of it is there now
+    engine.step({}, preempted=["b"])
+    assert engine.matched(second) == 0
+    assert engine.matched(engine.request("c", tokens)) == 144
 
 
 def test_73_an_idle_engine_stays_registered(engine_of: Any) -> None:

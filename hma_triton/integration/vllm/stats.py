@@ -40,8 +40,7 @@ class HMAStats(KVConnectorStats):  # type: ignore[misc]
 
     def add_reason(self, name: str, reason: str) -> None:
         """Count one event under one of `REASONS`."""
-        # Reasons of the server may name a chunk; the label must not.
-        label = "incomplete" if " " in reason else reason or "unknown"
+        label = _label(reason)
         counts = self.data.setdefault(name, {})
         counts[label] = counts.get(label, 0) + 1
 
@@ -77,6 +76,15 @@ class HMAStats(KVConnectorStats):  # type: ignore[misc]
             else:
                 flat[name] = round(value, 4)
         return flat
+
+
+def _label(reason: str) -> str:
+    """A reason without what it names, so that labels stay few: no chunk, no message."""
+    if reason.startswith("error: "):
+        return reason.split(": ")[1]
+    if " missing in " in reason:
+        return "incomplete"
+    return reason.partition(":")[0] or "unknown"
 
 
 class HMAPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
