@@ -1,8 +1,9 @@
 """`hma-triton bench gpu`: everything that needs a device, in one command of under 8 minutes.
 
-Needs torch, triton, numpy and msgspec, and cuda-bindings, which torch's CUDA builds bring along;
-also runs as `python -m hma_triton.cli.bench_gpu` where typer is not installed. Every stage is a
-process of its own, so that one that dies or hangs takes nothing else with it.
+Needs torch, triton, numpy and msgspec; runs as `python -m hma_triton.cli.bench_gpu` where typer is
+not installed. What needs more is left out by name: two processes need cuda-bindings, the tests
+pytest too, the plots matplotlib. Every stage is a process of its own, so that one that dies or
+hangs takes nothing else with it.
 
 Exit status: 0 everything that ran was right; 1 something was wrong; 2 bad usage; 3 no GPU to use.
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hma_triton.cli.gpu_report import marks, plot, table
-from hma_triton.cli.gpu_stage import StageContext, StageReport
+from hma_triton.cli.gpu_stage import StageContext, StageReport, answer_path, write_answer
 from hma_triton.errors import HmaError
 
 OK, WRONG, NO_GPU = 0, 1, 3
@@ -33,12 +34,16 @@ _GRACE_SECONDS = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the run: what it does, and the most seconds it takes."""
+    """A part of the run: what it does, and the most seconds it takes.
+
+    `checks`: it says right or wrong, so that not finishing is not right.
+    """
 
     name: str
     function: str
     seconds: int
     what: str
+    checks: bool = False
 
     def load(self) -> Callable[[StageContext], StageReport]:
         """Its function, imported only in the process that runs it."""
@@ -50,15 +55,16 @@ class Stage:
 
 
 STAGES = (
-    Stage("machine", "gpu_other:run_machine", 25, "device, driver, versions, NUMA node"),
-    Stage("correctness", "gpu_correctness:run", 130, "every geometry by every path, bit for bit"),
-    Stage("ipc", "gpu_ipc:run", 50, "two processes over IPC with events; a new thread, a kill"),
+    Stage("machine", "gpu_other:run_machine", 25, "device, driver, versions, NUMA node", True),
+    Stage("correctness", "gpu_correctness:run", 130, "every geometry by every path, bitwise", True),
+    Stage("ipc", "gpu_ipc:run", 50, "two processes over IPC with events; a kill", True),
     Stage("ceilings", "gpu_speed:run_ceilings", 25, "copy engine, device copy and gather, reads"),
     Stage("requests", "gpu_speed:run_requests", 45, "requests of 512 MiB by every path"),
     Stage("paths", "gpu_speed:run_paths", 65, "every path, runs of 1 KiB to 4 MiB, 1 to 4096"),
     Stage("beside", "gpu_speed:run_beside", 30, "a matrix product beside the copy"),
     Stage("tune", "gpu_other:run_tune", 45, "launch configs for this device"),
-    Stage("tests", "gpu_other:run_tests", 55, "the test suite on the device"),
+    # last: it also has what the others leave
+    Stage("tests", "gpu_other:run_tests", 55, "the test suite on the device", True),
 )
 
 
@@ -98,46 +104,59 @@ def plan_lines() -> list[str]:
 
 def run_stage(stage: Stage, context: StageContext) -> dict[str, Any]:
     """Run a stage in this process; an error that it names is an outcome, not an end."""
-    started = time.monotonic()
     try:
         report = stage.load()(context)
-    except (HmaError, RuntimeError, OSError, ImportError) as error:
+    except (HmaError, RuntimeError, OSError, EOFError, ImportError) as error:
         report = StageReport(ok=False, lines=[f"{type(error).__name__}: {error}"])
-    return {**asdict(report), "seconds": round(time.monotonic() - started, 2)}
+    return asdict(report)
 
 
-def _run_apart(stage: Stage, device: int, out: Path) -> dict[str, Any]:
+def _run_apart(stage: Stage, device: int, out: Path, seconds: float) -> dict[str, Any]:
     """Run a stage in a process of its own; its death or its lateness is its outcome."""
-    answer = out / f".{stage.name}.json"
+    answer = answer_path(out, stage.name)
     answer.unlink(missing_ok=True)
+    started = time.monotonic()
     command = [sys.executable, "-m", "hma_triton.cli.bench_gpu", "--stage", stage.name]
     command += ["--device", str(device), "--out", str(out)]
-    started = time.monotonic()
+    command += ["--until", str(started + seconds - _GRACE_SECONDS)]
     # a session of its own, so that what the stage started can be ended with it
     process = subprocess.Popen(command, start_new_session=True)
+    why, late = "", False
     try:
-        why = f"the process ended with status {process.wait(stage.seconds)}"
+        status = process.wait(seconds)
+        if status:
+            why = f"the process ended with status {status}"
     except subprocess.TimeoutExpired:
-        why = f"it ran past its {stage.seconds} s and was ended"
+        why, late = f"did not finish: ran past its {seconds:.0f} s and was ended", True
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    found: dict[str, Any] = asdict(StageReport())
     if answer.exists():
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        found |= json.loads(answer.read_text(encoding="utf-8"))
         answer.unlink()
-        return found
-    seconds = round(time.monotonic() - started, 2)
-    return {**asdict(StageReport(ok=False, lines=[why])), "seconds": seconds}
+    elif not why:
+        why = "the process ended without an answer"
+    if why:
+        found["lines"].append(why)
+        if stage.checks or not late:
+            found["ok"] = False
+    found["seconds"] = round(time.monotonic() - started, 2)
+    return found
 
 
 def run_all(device: int, out: Path, wanted: Sequence[str]) -> int:
     """Run the stages, write `bench-gpu.json` and plots into `out`, print the table."""
     out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + sum(stage.seconds for stage in STAGES)
     stages: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         if stage.name not in wanted:
             continue
-        print(f"[{stage.name}] {stage.what}, at most {stage.seconds} s", flush=True)
-        stages[stage.name] = _run_apart(stage, device, out)
+        seconds = float(stage.seconds)
+        if stage is STAGES[-1]:
+            seconds = max(seconds, end - time.monotonic())
+        print(f"[{stage.name}] {stage.what}, at most {seconds:.0f} s", flush=True)
+        stages[stage.name] = _run_apart(stage, device, out, seconds)
         if stage.name == "machine" and stages[stage.name]["ok"] is False:
             print("\n".join(stages[stage.name]["lines"]))
             print("no GPU that can be used: nothing was run")
@@ -165,6 +184,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="say what would run; needs no GPU")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="stages to run")
     parser.add_argument("--stage", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     return parser
 
 
@@ -178,9 +198,9 @@ def app(args: Sequence[str] | None = None, prog_name: str = "hma-triton bench gp
         # without the machine's stage nobody knows whether there is a device
         sys.exit(run_all(options.device, options.out, ["machine", *options.only]))
     stage = next(stage for stage in STAGES if stage.name == options.stage)
-    deadline = time.monotonic() + stage.seconds - _GRACE_SECONDS
-    found = run_stage(stage, StageContext(options.device, deadline, str(options.out)))
-    (options.out / f".{stage.name}.json").write_text(json.dumps(found), encoding="utf-8")
+    deadline = options.until or time.monotonic() + stage.seconds - _GRACE_SECONDS
+    context = StageContext(options.device, deadline, str(options.out), stage.name)
+    write_answer(answer_path(options.out, stage.name), run_stage(stage, context))
 
 
 if __name__ == "__main__":

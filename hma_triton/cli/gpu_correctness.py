@@ -36,6 +36,7 @@ from hma_triton.units import align_up
 POISON = 0xEE
 _LARGE_CHUNK_BYTES = 256 << 20
 _MARGIN_BYTES = 4096
+_KEEP_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,15 +253,21 @@ def _outcomes(context: StageContext, todo: list[Case]) -> Iterator[tuple[Case, O
 def run(context: StageContext) -> StageReport:
     """All cases, several processes at once, until the deadline."""
     context.driver()
-    report = StageReport()
     todo = cases()
     done: list[Outcome] = []
-    late = []
+    late: list[str] = []
     for case, outcome in _outcomes(context, todo):
         if outcome is None:
             late.append(case.name)
-        else:
-            done.append(outcome)
+            continue
+        done.append(outcome)
+        if len(done) % _KEEP_EVERY == 0:
+            context.keep(_report(done, [], len(todo)))
+    return _report(done, late, len(todo))
+
+
+def _report(done: list[Outcome], late: list[str], total: int) -> StageReport:
+    report = StageReport()
     right = [o for o in done if not o.wrong and not o.refused]
     for outcome in done:
         for text in outcome.wrong:
@@ -272,7 +279,7 @@ def run(context: StageContext) -> StageReport:
         f"variants refused by name, {sum(o.nbytes for o in right) / 1e9:.1f} GB each way and path"
     )
     if late:
-        report.missing.append(f"{len(late)} of {len(todo)} cases: no time left ({late[0]} ...)")
+        report.missing.append(f"{len(late)} of {total} cases: no time left ({late[0]} ...)")
     report.data = {
         "cases": [
             {

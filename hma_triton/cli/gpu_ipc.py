@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from hma_triton.cli.gpu_stage import StageContext, StageReport, noise
-from hma_triton.cuda_driver import CudaDriver
+from hma_triton.cuda_driver import CudaDriver, has_bindings
 from hma_triton.errors import HmaError, UnsupportedLayoutError
 from hma_triton.handles import CudaEventHandle, CudaIpcHandle
 from hma_triton.host_memory import HostMemory, PinnedHost
@@ -176,6 +176,9 @@ def run(context: StageContext) -> StageReport:
     """Every path against one engine process, then a new thread, a kill, and VMM memory."""
     context.driver()
     report = StageReport()
+    if not has_bindings():
+        report.missing.append("two processes over IPC: cuda-bindings is not installed")
+        return report
     child, pipe, handle = _start(context.device_index)
     for path in Path:
         server = _Server(context.device_index, handle, path)

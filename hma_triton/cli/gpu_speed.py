@@ -32,6 +32,8 @@ _CEILING_BYTES = 512 * MIB
 _REPEATS = 5
 _MATRIX = 8192
 _PRODUCTS = 10
+# most copies that are posted one by one
+_PLAIN_COPIES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +229,12 @@ def run_paths(context: StageContext) -> StageReport:
             if context.seconds_left < 5:
                 left += 1
                 continue
-            cells += _cells(bench, "paths", bench.job(run_bytes, count))
+            cells += _cells(bench, "paths", bench.job(run_bytes, count), report)
+        report.data["cells"] = [cell.row() for cell in cells]
+        context.keep(report)
     bench.close()
     if left:
         report.missing.append(f"{left} combinations of run length and count: no time left")
-    report.data["cells"] = [cell.row() for cell in cells]
     report.lines.append(f"{len(cells)} cells of path, direction, run length and count")
     return report
 
@@ -246,7 +249,9 @@ def run_requests(context: StageContext) -> StageReport:
             report.missing.append(f"requests with runs of {run_bytes} bytes: no time left")
             continue
         count = REQUEST_BYTES // REQUEST_ROWS // run_bytes
-        cells += _cells(bench, "requests", bench.job(run_bytes, count, REQUEST_ROWS))
+        cells += _cells(bench, "requests", bench.job(run_bytes, count, REQUEST_ROWS), report)
+        report.data["cells"] = [cell.row() for cell in cells]
+        context.keep(report)
     bench.close()
     for direction in Direction:
         name = direction.name.lower()
@@ -264,14 +269,17 @@ def run_requests(context: StageContext) -> StageReport:
                 f"{c.run_bytes // KIB}K {c.gigabytes_per_second:.1f} ({c.path})" for c in best if c
             )
         )
-    report.data["cells"] = [cell.row() for cell in cells]
     return report
 
 
-def _cells(bench: Bench, stage: str, job: CopyJob) -> list[Cell]:
+def _cells(bench: Bench, stage: str, job: CopyJob, report: StageReport) -> list[Cell]:
     cells = []
     spec = job.spec
+    runs = job.block_ids.shape[0] * spec.num_rows
     for path in (*Path, None):
+        if path is Path.DMA and runs > _PLAIN_COPIES and not bench.driver.supports_batch:
+            report.missing.append(f"{runs} runs of {spec.run_bytes} bytes by dma: no batch call")
+            continue
         copier = bench.copier(path)
         copier.prepare((spec,))
         for direction in Direction:
@@ -282,7 +290,7 @@ def _cells(bench: Bench, stage: str, job: CopyJob) -> list[Cell]:
                     path=path.value if path else "auto",
                     direction=direction.name.lower(),
                     run_bytes=spec.run_bytes,
-                    count=job.block_ids.shape[0] * spec.num_rows,
+                    count=runs,
                     nbytes=job.block_ids.shape[0] * spec.block_bytes,
                     seconds=seconds,
                     taken=taken,
@@ -302,6 +310,10 @@ def run_beside(context: StageContext) -> StageReport:
     budgets: list[tuple[Path, int | None]] = [(Path.ZERO_COPY, cap) for cap in CAPS]
     budgets += [(Path.STAGED, None), (Path.DMA, None)]
     for path, cap in budgets:
+        if context.seconds_left < 4:
+            name = path.value + (f" with {cap} programs" if cap else "")
+            report.missing.append(f"a matrix product beside {name}: no time left")
+            continue
         run_bytes = 256 * KIB if path is Path.DMA else 16 * KIB
         job = bench.job(run_bytes, REQUEST_BYTES // REQUEST_ROWS // run_bytes, REQUEST_ROWS)
         copier = bench.copier(path, cap)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,8 @@ import torch
 from hma_triton.cuda_driver import CudaDriver
 from hma_triton.errors import ConfigError
 from hma_triton.torch_driver import open_driver
+
+_REPEAT_SECONDS = 2.0
 
 
 @dataclass(slots=True)
@@ -37,11 +42,15 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """Where a stage runs and until when (`time.monotonic` seconds)."""
+    """Where a stage runs and until when (`time.monotonic` seconds, the same in every process).
+
+    `stage`: its name, where it leaves an answer; empty where it is called as a function.
+    """
 
     device_index: int
     deadline: float
     out: str
+    stage: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -53,15 +62,32 @@ class StageContext:
         """Until the deadline."""
         return self.deadline - time.monotonic()
 
+    def keep(self, report: StageReport) -> None:
+        """Leave what is known so far: it stays when the stage is ended for being late."""
+        if self.stage:
+            write_answer(answer_path(Path(self.out), self.stage), asdict(report))
+
     def driver(self) -> CudaDriver:
-        """CUDA calls.
+        """CUDA calls; through torch where the bindings are missing.
 
         Raises:
-            ConfigError: no bindings, or no such device.
+            ConfigError: no such device.
         """
         if not torch.cuda.is_available():
             raise ConfigError(f"torch {torch.__version__} finds no GPU here")
         return open_driver(self.device_index)
+
+
+def answer_path(out: Path, stage: str) -> Path:
+    """Where a stage's process leaves its report for the command."""
+    return out / f".{stage}.json"
+
+
+def write_answer(path: Path, answer: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(answer), encoding="utf-8")
+    os.replace(aside, path)
 
 
 def noise(nbytes: int, seed: int) -> torch.Tensor:
@@ -73,10 +99,13 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def median_seconds(run: Callable[[], None], repeats: int) -> float:
-    """Median wall time of `run`, which returns when its work is done; the first call warms up."""
+    """Median wall time of `run`, which returns when its work is done; the first call warms up.
+
+    Fewer repeats, one at least, when they take more than a few seconds.
+    """
     run()
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    while len(times) < repeats and (not times or sum(times) < _REPEAT_SECONDS):
         started = time.perf_counter()
         run()
         times.append(time.perf_counter() - started)

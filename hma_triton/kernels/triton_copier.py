@@ -23,6 +23,10 @@ from hma_triton.kernels.specialize import (
 )
 from hma_triton.tuning import SIZE_BUCKETS_BYTES, KernelConfig, TuneTable
 
+# pools register on several threads, and Triton says nothing about compiling on several
+_COMPILING = threading.Lock()
+_INTERPRETING = threading.Lock()
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -87,8 +91,8 @@ class TritonCopier:
         self._table = TuneTable(environment(self.device))
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         self._alignments: dict[CopySpec, tuple[int, ...]] = {}
-        # the interpreter patches triton.language while it runs; on a device this is short
-        self._lock = threading.Lock()
+        # the interpreter patches triton.language while it runs; on a device a launch is short
+        self._lock = _INTERPRETING if is_interpreted() else threading.Lock()
 
     def prepare(self, specs: Sequence[CopySpec]) -> None:
         """Upload the tables of `specs` and compile every variant that a launch may take.
@@ -97,7 +101,7 @@ class TritonCopier:
             GeometryError: a page too large for the kernel.
         """
         nothing = np.empty(0, dtype=np.int64)
-        with self._lock, self._on_device(None):
+        with _COMPILING, self._lock, self._on_device(None):
             for spec in specs:
                 wanted = self._object_alignments or (arena_alignment_bytes(spec),)
                 self._alignments[spec] = tuple(sorted({*wanted, 1}, reverse=True))

@@ -1,36 +1,25 @@
-"""`bench gpu` as far as it goes without a GPU: its plan, its exit statuses, and every stage's code
-run once over the fake driver, so that a slip is found before somebody borrows a device."""
+"""`bench gpu` as a command: what it needs, its plan, how stages end, exit statuses, the table."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import torch
-from support.fake_cuda import FakeCudaDriver, FakeGpu, FakeKernel
 
-from hma_triton import engine as engine_module
-from hma_triton.cli import bench_gpu, gpu_correctness, gpu_ipc, gpu_report, gpu_speed, gpu_stage
+from hma_triton.cli import (
+    bench_gpu,
+    gpu_report,
+    gpu_stage,
+)
 from hma_triton.cli.gpu_stage import StageContext, StageReport
 from hma_triton.errors import TransferError
-from hma_triton.kernels.addressing import CopySpec, Direction, Int64Array, ObjectLayout
-from hma_triton.kernels.device import DeviceCopier
 from hma_triton.kernels.paths import Path as CopyPath
-
-CPU = torch.device("cpu")
 
 # Refuses everything but what the command may need, and then runs it.
 _ONLY_FOUR = """
@@ -43,6 +32,11 @@ sys.meta_path.insert(0, Refuse())
 from hma_triton.cli.bench_gpu import STAGES, app
 for stage in STAGES:
     stage.load()
+from hma_triton.torch_driver import TorchDriver, open_driver
+try:
+    assert isinstance(open_driver(), TorchDriver)
+except Exception as error:
+    print(f"{{type(error).__name__}}: {{error}}")
 app(["--dry-run"])
 """
 _UNWANTED = (
@@ -61,6 +55,8 @@ def test_the_dry_run_needs_torch_triton_numpy_and_msgspec_alone() -> None:
     )
     assert done.returncode == 0, done.stderr
     text = done.stdout
+    if not torch.cuda.is_available():
+        assert text.startswith("ConfigError: CUDA device 0 of 0 devices is not there (torch")
     for stage in bench_gpu.STAGES:
         assert f"  {stage.name:12}" in text
     assert "196 cases (model, variant, object layout) by 3 paths" in text
@@ -107,25 +103,94 @@ def test_an_error_with_a_name_is_an_outcome_and_the_next_stage_runs(
     assert found["lines"] == ["TransferError: no bytes"]
 
 
+_LATE = "did not finish: ran past its 1 s and was ended"
+_ANSWER = 'open(".x.json", "w").write(\'{"ok": true, "lines": ["so far"], "missing": []}\'); '
+
+
 @pytest.mark.parametrize(
-    ("program", "why"),
+    ("program", "checks", "ok", "lines"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "status -11"),
-        ("import time; time.sleep(600)", "past its 1 s"),
+        ("import os, signal; os.kill(os.getpid(), 11)", False, False, ["status -11"]),
+        ("pass", False, False, ["without an answer"]),
+        ("import time; time.sleep(600)", True, False, [_LATE]),
+        # a measurement that was cut off is no wrong byte
+        ("import time; time.sleep(600)", False, None, [_LATE]),
+        # what was known before stays, but a check that was cut off is not right
+        (_ANSWER + "import time; time.sleep(600)", False, True, ["so far", _LATE]),
+        (_ANSWER + "import time; time.sleep(600)", True, False, ["so far", _LATE]),
+        (_ANSWER, True, True, ["so far"]),
     ],
 )
 def test_a_stage_that_dies_or_hangs_is_an_outcome(
-    program: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str,
+    checks: bool,
+    ok: bool | None,
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = subprocess.Popen
     monkeypatch.setattr(
         subprocess,
         "Popen",
-        lambda command, **kwargs: real([sys.executable, "-c", program], **kwargs),
+        lambda command, **kwargs: real([sys.executable, "-c", program], cwd=tmp_path, **kwargs),
     )
-    found = bench_gpu._run_apart(_stage("ipc", seconds=1 if "past" in why else 60), 0, tmp_path)
-    assert found["ok"] is False
-    assert why in found["lines"][0]
+    stage = bench_gpu.Stage("x", "x:run", 1, "", checks)
+    seconds = 1.0 if _LATE in lines else 60.0
+    found = bench_gpu._run_apart(stage, 0, tmp_path, seconds)
+    assert found["ok"] is ok
+    assert len(found["lines"]) == len(lines)
+    assert all(wanted in line for wanted, line in zip(lines, found["lines"], strict=True))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stage_s_deadline_counts_from_the_start_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that counted from the end of its imports would be ended before it answers."""
+    seen: list[StageContext] = []
+
+    def load(stage: bench_gpu.Stage) -> Any:
+        return lambda context: seen.append(context) or StageReport(ok=True)
+
+    monkeypatch.setattr(bench_gpu.Stage, "load", load)
+    bench_gpu.app(["--stage", "ipc", "--out", str(tmp_path), "--until", "123.5"])
+    assert [(context.deadline, context.stage) for context in seen] == [(123.5, "ipc")]
+    assert json.loads((tmp_path / ".ipc.json").read_text())["ok"] is True
+
+
+def test_the_last_stage_has_what_the_others_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def run(stage: Any, device: int, out: Path, seconds: float) -> dict[str, Any]:
+        given.append(seconds)
+        return {"ok": None, "lines": [], "missing": [], "data": {}, "seconds": 0.1}
+
+    monkeypatch.setattr(bench_gpu, "_run_apart", run)
+    bench_gpu.run_all(0, tmp_path, ["machine", "beside", "tests"])
+    assert given[:2] == [25, 30]
+    assert 460 < given[2] < 471
+
+
+def test_what_a_stage_keeps_is_an_answer(tmp_path: Path) -> None:
+    StageContext(0, 0.0, str(tmp_path)).keep(StageReport(ok=True))
+    assert not list(tmp_path.iterdir()), "a stage called as a function leaves nothing"
+    StageContext(0, 0.0, str(tmp_path), "paths").keep(StageReport(ok=True, lines=["half"]))
+    assert [path.name for path in tmp_path.iterdir()] == [".paths.json"]
+    assert json.loads((tmp_path / ".paths.json").read_text())["lines"] == ["half"]
+
+
+def test_repeats_end_when_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def run() -> None:
+        clock[0] += 1.5
+
+    monkeypatch.setattr(gpu_stage.time, "perf_counter", lambda: clock[0])
+    assert gpu_stage.median_seconds(run, 5) == 1.5
+    assert clock[0] == 3 * 1.5, "one to warm up, two that count"
 
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (None, 0), (False, 1)])
@@ -137,7 +202,7 @@ def test_the_exit_status_is_about_right_and_wrong(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     answer = {"ok": ok, "lines": ["a line"], "missing": ["a part: why"], "data": {}, "seconds": 1.0}
-    monkeypatch.setattr(bench_gpu, "_run_apart", lambda stage, device, out: dict(answer))
+    monkeypatch.setattr(bench_gpu, "_run_apart", lambda stage, device, out, seconds: dict(answer))
     monkeypatch.setattr(bench_gpu, "plot", lambda stages, out: [])
     if ok is False:
         answer["ok"] = None
@@ -145,7 +210,7 @@ def test_the_exit_status_is_about_right_and_wrong(
         monkeypatch.setattr(
             bench_gpu,
             "_run_apart",
-            lambda stage, device, out: {**real(stage, device, out), "ok": stage.name != "ipc"},
+            lambda *args: {**real(*args), "ok": args[0].name != "ipc"},
         )
     assert bench_gpu.run_all(0, tmp_path, [stage.name for stage in bench_gpu.STAGES]) == status
     document = json.loads((tmp_path / "bench-gpu.json").read_text())
@@ -199,314 +264,6 @@ def test_marks_are_shares_of_ceilings_of_the_same_run() -> None:
         "matrix product beside dma retrieve, times as long": (1.2, False),
     }
     assert gpu_report.marks({}) == []
-
-
-# Everything below runs the stages' code over the fake driver.
-
-
-class _Kernel(FakeKernel):
-    """Stands for `TritonCopier(device, ...)`; `skip_last` leaves a block out, as a fault would."""
-
-    def __init__(self, gpu: FakeGpu, *, skip_last: bool = False) -> None:
-        super().__init__(gpu)
-        self.skip_last = skip_last
-
-    def enqueue(
-        self,
-        spec: CopySpec,
-        direction: Direction,
-        block_ids: Int64Array,
-        object_addresses: Int64Array,
-        stream: int,
-    ) -> None:
-        end = -1 if self.skip_last else len(block_ids)
-        super().enqueue(spec, direction, block_ids[:end], object_addresses[:end], stream)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    made = FakeGpu()
-    driver = FakeCudaDriver(made)
-
-    def copier(*args: Any) -> DeviceCopier:
-        _, _, _, pinned, settings = args
-        return DeviceCopier(
-            CPU, pinned, kernel=made.kernel_class(made), settings=settings, driver=driver
-        )
-
-    real = engine_module.make_copier
-    monkeypatch.setattr(
-        engine_module,
-        "make_copier",
-        lambda backend, *rest: (
-            copier(backend, *rest) if backend == "device" else real(backend, *rest)
-        ),
-    )
-    made.kernel_class = _Kernel  # type: ignore[attr-defined]
-    for module in (gpu_speed, gpu_ipc):
-        monkeypatch.setattr(module, "TritonCopier", lambda device, **rest: _Kernel(made))
-        monkeypatch.setattr(
-            module,
-            "DeviceCopier",
-            lambda device, pinned, **rest: DeviceCopier(CPU, pinned, driver=driver, **rest),
-        )
-    monkeypatch.setattr(gpu_ipc, "CudaDriver", lambda index=0: driver)
-    monkeypatch.setattr(StageContext, "driver", lambda context: driver)
-    monkeypatch.setattr(StageContext, "device", CPU)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(gpu_stage, "noise", gpu_stage.noise)
-    yield made
-    made.drain()
-    assert not made.leaks()
-
-
-@pytest.mark.parametrize("layout", ObjectLayout)
-@pytest.mark.parametrize(
-    ("model", "variant"), [("lfm2-2.6b", "main"), ("gpt-oss-120b", "cuda90_tp8")]
-)
-def test_a_case_compares_pools_and_objects_by_every_path(
-    gpu: FakeGpu, model: str, variant: str, layout: ObjectLayout
-) -> None:
-    case = gpu_correctness.Case(model, variant, layout)
-    found = gpu_correctness.check_case(case, CPU, FakeCudaDriver(gpu))  # type: ignore[arg-type]
-    assert found.wrong == ()
-    assert found.nbytes > 0
-    assert {"store:dma", "store:staged", "store:zero_copy"} <= set(found.paths)
-    assert {"retrieve:dma", "retrieve:staged", "retrieve:zero_copy"} <= set(found.paths)
-
-
-def test_a_case_notices_a_block_that_was_left_out(gpu: FakeGpu) -> None:
-    gpu.kernel_class = lambda made: _Kernel(made, skip_last=True)  # type: ignore[attr-defined]
-    case = gpu_correctness.Case("gpt-oss-120b", "cuda90_tp8", ObjectLayout.OPAQUE)
-    found = gpu_correctness.check_case(case, CPU, FakeCudaDriver(gpu))  # type: ignore[arg-type]
-    named = [text.split(":")[0] for text in found.wrong]
-    assert named == [
-        "zero_copy store, objects",
-        "zero_copy retrieve, pool",
-        "staged store, objects",
-        "staged retrieve, pool",
-    ]
-
-
-def _small(monkeypatch: pytest.MonkeyPatch) -> StageContext:
-    for name, value in {
-        "RUN_SIZES": (1024, 32768),
-        "COUNTS": (1, 4, 64),
-        "CELL_BYTES": 1 << 18,
-        "REQUEST_BYTES": 1 << 21,
-        "REQUEST_RUNS": (1024, 4096),
-        "REQUEST_ROWS": 4,
-        "CAPS": (8, 32),
-        "_CEILING_BYTES": 1 << 18,
-        "_REPEATS": 1,
-        "_MATRIX": 8,
-    }.items():
-        monkeypatch.setattr(gpu_speed, name, value)
-    return StageContext(0, float("inf"), ".")
-
-
-def test_the_sweep_measures_every_cell_by_every_path(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = gpu_speed.run_paths(_small(monkeypatch))
-    cells = report.data["cells"]
-    # 1 KiB by 1, 4, 64 and 32 KiB by 1, 4 (64 of them are more than a cell holds)
-    assert len(cells) == 5 * 4 * 2
-    forced = [cell for cell in cells if cell["path"] != "auto"]
-    assert all(cell["taken"] == f"device:{cell['path']}" for cell in forced)
-    assert {cell["taken"] for cell in cells if cell["path"] == "auto"} == {
-        "device:dma",
-        "device:zero_copy",
-    }
-    assert all(cell["nbytes"] == cell["run_bytes"] * cell["count"] for cell in cells)
-    assert report.missing == []
-
-
-def test_what_there_is_no_time_for_is_said(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    _small(monkeypatch)
-    late = StageContext(0, 0.0, ".")
-    assert gpu_speed.run_paths(late).missing == [
-        "5 combinations of run length and count: no time left"
-    ]
-    assert len(gpu_speed.run_requests(late).missing) == 2
-
-
-def test_requests_report_the_best_path(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = gpu_speed.run_requests(_small(monkeypatch))
-    cells = report.data["cells"]
-    assert len(cells) == 2 * 4 * 2
-    assert {cell["nbytes"] for cell in cells} == {1 << 21}
-    assert [line.split(",")[0] for line in report.lines] == ["store", "retrieve"]
-
-
-class _Timing:
-    """`torch.cuda.Event` for the two stages that time by device events."""
-
-    def __init__(self, **kwargs: bool) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: _Timing) -> float:
-        return 2.0
-
-
-def test_a_product_is_timed_alone_and_beside_every_budget(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", _Timing)
-    report = gpu_speed.run_beside(_small(monkeypatch))
-    assert report.data["product_ms_alone"] == pytest.approx(0.2)
-    rows = report.data["rows"]
-    assert [(row["path"], row["programs"]) for row in rows[::2]] == [
-        ("zero_copy", 8),
-        ("zero_copy", 32),
-        ("staged", None),
-        ("dma", None),
-    ]
-    assert all(row["slowdown"] == 1.0 for row in rows)
-
-
-def test_ceilings_are_rates_of_whole_copies(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = FakeCudaDriver(gpu).create_stream()
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=stream)
-    )
-    report = gpu_speed.run_ceilings(_small(monkeypatch))
-    assert set(report.data) == {
-        "engine_store",
-        "engine_retrieve",
-        "engine_both",
-        "device_copy",
-        "device_gather",
-        "kernel_store",
-        "kernel_read",
-    }
-    assert all(rate > 0 for rate in report.data.values())
-    FakeCudaDriver(gpu).destroy_stream(stream)
-
-
-class _EngineThread:
-    """The engine's process as a thread over the same fake machine."""
-
-    pid = -1
-
-    def __init__(self, target: Any, pipe: Connection, device_index: int) -> None:
-        # a process would have a copy of its own
-        own = Connection(os.dup(pipe.fileno()))
-
-        def run() -> None:
-            with suppress(EOFError):
-                target(own, device_index)
-
-        self._thread = threading.Thread(target=run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self, timeout: float) -> None:
-        pass
-
-
-class _SlowEvent:
-    """An interprocess event of work that ends when somebody has asked or waits for it."""
-
-    def __init__(self, gpu: FakeGpu) -> None:
-        self.cuda_event = gpu.pending_event()
-
-    def record(self) -> None:
-        pass
-
-
-def test_the_two_process_stage_over_one_fake_machine(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The flow only: CPU memory changes at once, so orders are what `test_device_copier` checks."""
-    killed: list[int] = []
-    me = gpu_ipc.this_process()
-    real_pipe = multiprocessing.get_context("spawn").Pipe
-
-    def this_process() -> Any:
-        is_engine = threading.current_thread().name == "engine"
-        return msgspec.structs.replace(me, pid=me.pid + 1) if is_engine else me
-
-    class Context:
-        Pipe = staticmethod(real_pipe)
-
-        @staticmethod
-        def Process(target: Any, args: tuple[Any, ...], daemon: bool = False) -> _EngineThread:
-            return _EngineThread(target, *args)
-
-    monkeypatch.setattr(gpu_ipc, "this_process", this_process)
-    monkeypatch.setattr(gpu_ipc.multiprocessing, "get_context", lambda kind: Context)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **kwargs: _SlowEvent(gpu))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None)
-    )
-    monkeypatch.setattr(gpu_ipc.os, "kill", lambda pid, number: killed.append(pid))
-    monkeypatch.setattr(gpu_ipc, "NUM_BLOCKS", 4)
-    _share_cpu_memory(gpu, monkeypatch)
-    report = gpu_ipc.run(StageContext(0, float("inf"), "."))
-    assert report.ok is True, report.lines
-    assert killed == [-1]
-    for event in gpu.events.values():
-        event.destroyed = True
-
-
-def _share_cpu_memory(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every CPU storage that is exported is an allocation; opened, it is looked at in place."""
-    real = gpu_ipc.export_storage
-
-    def export(storage: torch.UntypedStorage, owner: Any, driver: Any) -> Any:
-        gpu.allocations[storage.data_ptr()] = storage.nbytes()
-        if storage.nbytes() == 4 << 20:
-            gpu.vmm.add(storage.data_ptr())
-        return real(storage, owner, driver)
-
-    class At:
-        def __init__(self, address: int, nbytes: int) -> None:
-            self.__array_interface__ = {
-                "data": (address, False),
-                "shape": (nbytes,),
-                "typestr": "|u1",
-                "version": 3,
-            }
-
-    storages = gpu_ipc.CudaStorages
-    monkeypatch.setattr(gpu_ipc, "export_storage", export)
-    monkeypatch.setattr(
-        gpu_ipc,
-        "CudaStorages",
-        lambda me: storages(
-            me,
-            lambda index: FakeCudaDriver(gpu, index),  # type: ignore[arg-type]
-            lambda address, nbytes, index: torch.from_numpy(np.asarray(At(address, nbytes))),
-        ),
-    )
-    imported = gpu_ipc.ImportedEvent
-
-    class Asked(imported):  # type: ignore[misc,valid-type]
-        def __init__(self, handle: Any, me: Any) -> None:
-            super().__init__(handle, me, lambda index: FakeCudaDriver(gpu, index))
-            self._producer = int.from_bytes(handle.handle, "little")
-
-        def query(self) -> bool:
-            answer: bool = super().query()
-            gpu.fire(self._producer)
-            return answer
-
-        def wait_on(self, stream: int) -> None:
-            super().wait_on(stream)
-            gpu.fire(self._producer)
-
-    monkeypatch.setattr(gpu_ipc, "ImportedEvent", Asked)
-    real_device = torch.device
-    monkeypatch.setattr(gpu_ipc.torch, "device", lambda kind, index=None: real_device("cpu"))
 
 
 def test_a_plot_for_each_question_and_no_more_than_five(tmp_path: Path) -> None:

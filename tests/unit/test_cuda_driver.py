@@ -62,6 +62,8 @@ class _NoDriver(CudaDriver):
     [
         ("uuid_of", (0,)),
         ("device_info", ()),
+        ("allocate", (4096,)),
+        ("free", (4096,)),
         ("register_host", (4096, 4096)),
         ("unregister_host", (4096,)),
         ("host_device_address", (4096,)),
@@ -207,6 +209,26 @@ def test_case_77_every_thread_that_calls_sets_the_device_first(
         assert names[opened - 1] == "cudaSetDevice"
     assert len({call[0] for call in recorder.calls}) == 2
     assert set(recorder.named("cudaSetDevice")) == {(1,)}
+
+
+def test_texts_end_where_c_strings_end(record: Callable[..., Recorder]) -> None:
+    """The bindings give a buffer of blanks with the text and its zero byte in front (12.9)."""
+    facts = SimpleNamespace(
+        name=b"NVIDIA H200" + bytes(245), uuid=SimpleNamespace(bytes=bytes(16)), major=9, minor=0,
+        multiProcessorCount=132,
+    )  # fmt: skip
+    recorder = record(
+        cudaGetDeviceProperties=(Status.cudaSuccess, facts),
+        cudaDeviceGetPCIBusId=(Status.cudaSuccess, b"0000:AB:00.0\0".ljust(32)),
+        cudaDeviceGetAttribute=(Status.cudaSuccess, 1),
+    )
+    recorder.cudaDeviceAttr = SimpleNamespace(  # type: ignore[attr-defined]
+        cudaDevAttrCanUseHostPointerForRegisteredMem=1,
+        cudaDevAttrCanMapHostMemory=2,
+        cudaDevAttrIpcEventSupport=3,
+    )
+    info = CudaDriver().device_info()
+    assert (info.name, info.pci_bus_id) == ("NVIDIA H200", "0000:ab:00.0")
 
 
 def test_host_memory_is_mapped_and_portable(record: Callable[..., Recorder]) -> None:
