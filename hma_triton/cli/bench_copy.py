@@ -29,11 +29,9 @@ from hma_triton.cli.copy_rows import (
     OURS,
     PLAIN,
     CopyRow,
-    geometric_mean,
-    machine_facts,
-    write_csv,
 )
 from hma_triton.cli.copy_run import check_bytes, measure, rows_of
+from hma_triton.cli.measuring import geometric_mean, machine_facts, write_csv
 from hma_triton.errors import ConfigError
 from hma_triton.geometries import list_variants
 from hma_triton.kernels.cpu import CpuCopier
@@ -138,7 +136,7 @@ def bench_copy(
     for note in dict.fromkeys(notes):
         console.print(f"note: {note}", style="yellow", highlight=False)
     if csv is not None:
-        write_csv(csv, rows, facts)
+        write_csv(csv, CopyRow, rows, facts)
     if plot is not None:
         plot_rows(plot, rows, facts)
 

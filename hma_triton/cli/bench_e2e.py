@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv as csv_module
 import random
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hma_triton.cli.copy_rows import MachineFacts, machine_facts
 from hma_triton.cli.e2e_peers import EnginePeer, LMCachePeer, our_connector
+from hma_triton.cli.measuring import machine_facts, write_csv
 from hma_triton.errors import TransferError
 from hma_triton.integration.vllm.random_model import write_random_model
 
@@ -104,7 +103,7 @@ def bench_e2e(
     facts = machine_facts()
     _print(console, rows, overhead)
     if csv is not None:
-        _write(csv, rows, facts)
+        write_csv(csv, FirstTokenRow, rows, facts)
     missed = missed_marks(rows, overhead)
     for text in missed:
         console.print(f"missed: {text}")
@@ -235,12 +234,3 @@ def _print(console: Console, rows: Sequence[FirstTokenRow], overhead: dict[str, 
         f"decode step with nothing to move: {overhead['step_s'] * 1e3:.2f} ms, of which "
         f"{overhead['hooks_s'] * 1e6:.0f} us in the connector (medians of {overhead['steps']:.0f})"
     )
-
-
-def _write(path: Path, rows: Sequence[FirstTokenRow], facts: MachineFacts) -> None:
-    names = [field.name for field in (*fields(FirstTokenRow), *fields(MachineFacts))]
-    with path.open("w", newline="") as file:
-        writer = csv_module.DictWriter(file, names)
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(asdict(row) | asdict(facts))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv as csv_module
 import importlib
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +14,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from hma_triton.cli.copy_rows import (
+from hma_triton.cli.lmcache_pools import TransferCase, make_case
+from hma_triton.cli.lmcache_servers import OURS, OWN, both_servers
+from hma_triton.cli.measuring import (
     MachineFacts,
     geometric_mean,
     machine_facts,
     percentiles_ms,
+    take_turns,
+    write_csv,
 )
-from hma_triton.cli.lmcache_pools import TransferCase, make_case
-from hma_triton.cli.lmcache_servers import OURS, OWN, both_servers
 from hma_triton.errors import ConfigError, TransferError
 from hma_triton.integration.lmcache import install, uninstall
 from hma_triton.kernels.addressing import Direction
@@ -102,7 +102,7 @@ def bench_lmcache(
     facts = machine_facts()
     _print(console, rows, facts)
     if csv is not None:
-        _write(csv, rows, facts)
+        write_csv(csv, LMCacheRow, rows, facts)
 
 
 def _formats(names: Sequence[str]) -> list[EngineKVFormat]:
@@ -130,7 +130,7 @@ def measure_format(
         _check(case, ours, own)
         rows = []
         for direction in Direction:
-            seconds = _time(
+            seconds = take_turns(
                 {
                     OURS: _bind(ours, case.arguments(direction), threads),
                     OWN: _bind(own, case.arguments(direction), threads),
@@ -170,22 +170,6 @@ def _plain(case: TransferCase, direction: Direction, threads: int) -> Callable[[
         target.copy_(source)
 
     return run
-
-
-def _time(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    before = torch.get_num_threads()
-    try:
-        for run in runs.values():
-            run()
-        for _ in range(repeats):
-            for name, run in runs.items():
-                started = time.perf_counter()
-                run()
-                seconds[name].append(time.perf_counter() - started)
-    finally:
-        torch.set_num_threads(before)
-    return seconds
 
 
 def measure_servers(
@@ -289,15 +273,3 @@ def _print_marks(console: Console, rows: Sequence[LMCacheRow], way: Direction) -
     if inside:
         times = geometric_mean(row.times_lmcache or 0 for row in inside)
         console.print(f"{word} inside a server: {times:.2f} x LMCache")
-
-
-def _write(path: Path, rows: Sequence[LMCacheRow], facts: MachineFacts) -> None:
-    names = [field.name for field in (*fields(LMCacheRow), *fields(MachineFacts))]
-    try:
-        with path.open("w", newline="") as file:
-            writer = csv_module.DictWriter(file, names)
-            writer.writeheader()
-            for row in rows:
-                writer.writerow({**asdict(row), **asdict(facts)})
-    except OSError as error:
-        raise ConfigError(f"rows cannot be written to {path}: {error.strerror}") from error

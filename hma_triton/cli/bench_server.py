@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv as csv_module
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +18,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from hma_triton.cli.copy_case import Register, model_registration, shape_registration
-from hma_triton.cli.copy_rows import LMCACHE, OURS, MachineFacts, geometric_mean, machine_facts
+from hma_triton.cli.copy_rows import LMCACHE, OURS
+from hma_triton.cli.measuring import MachineFacts, geometric_mean, machine_facts, write_csv
 from hma_triton.cli.server_sides import LOOKUP, PING, RETRIEVE, STORE, LMCacheSide, OurSide
 from hma_triton.errors import ConfigError
 from hma_triton.geometries import list_variants
@@ -104,7 +104,7 @@ def bench_server(
     facts = machine_facts()
     _print(console, rows, facts)
     if csv is not None:
-        _write(csv, rows, facts)
+        write_csv(csv, ServerRow, rows, facts)
 
 
 def _cases(
@@ -231,15 +231,3 @@ def _print(console: Console, rows: Sequence[ServerRow], facts: MachineFacts) -> 
         times = [row.times_lmcache for row in rows if row.what == step and row.times_lmcache]
         if times:
             console.print(f"{step}: {geometric_mean(times):.2f} x LMCache over {len(times)} cases")
-
-
-def _write(path: Path, rows: Sequence[ServerRow], facts: MachineFacts) -> None:
-    names = [field.name for field in (*fields(ServerRow), *fields(MachineFacts))]
-    try:
-        with path.open("w", newline="") as file:
-            writer = csv_module.DictWriter(file, names)
-            writer.writeheader()
-            for row in rows:
-                writer.writerow({**asdict(row), **asdict(facts)})
-    except OSError as error:
-        raise ConfigError(f"rows cannot be written to {path}: {error.strerror}") from error

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hma_triton.cli.copy_case import CopyCase, GroupCopy
+from hma_triton.cli.measuring import Run
 from hma_triton.errors import UnsupportedLayoutError
 from hma_triton.kernels.addressing import Direction
-
-Run = Callable[[], None]
 
 # Leading axes of LMCache's objects by planes of a page.
 _PLANE_AXES: dict[int, tuple[int, ...]] = {2: (2,), 1: ()}

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hma_triton.cli.copy_rows import ALL_GROUPS, LMCACHE, OURS, PLAIN, CopyRow, MachineFacts
+from hma_triton.cli.copy_rows import ALL_GROUPS, LMCACHE, OURS, PLAIN, CopyRow
+from hma_triton.cli.measuring import MachineFacts
 from hma_triton.errors import ConfigError
 
 _STYLE = {OURS: ("o", "tab:blue"), LMCACHE: ("s", "tab:orange")}

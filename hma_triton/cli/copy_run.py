@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from hma_triton.cli.copy_case import CopyCase, GroupCopy
-from hma_triton.cli.copy_peers import Run, lmcache_copy, plain_copy
-from hma_triton.cli.copy_rows import ALL_GROUPS, LMCACHE, OURS, PLAIN, CopyRow, percentiles_ms
+from hma_triton.cli.copy_peers import lmcache_copy, plain_copy
+from hma_triton.cli.copy_rows import ALL_GROUPS, LMCACHE, OURS, PLAIN, CopyRow
+from hma_triton.cli.measuring import Run, percentiles_ms, take_turns
 from hma_triton.errors import TransferError, UnsupportedLayoutError
 from hma_triton.kernels.addressing import Direction
 from hma_triton.kernels.cpu import CpuCopier
@@ -26,7 +25,7 @@ class Measured:
 
     group: GroupCopy | None
     direction: Direction
-    seconds: Mapping[str, tuple[float, ...]]
+    seconds: Mapping[str, Sequence[float]]
 
 
 def check_bytes(case: CopyCase, copier: CpuCopier) -> None:
@@ -80,7 +79,7 @@ def measure(
                     served.append(group)
                 except UnsupportedLayoutError as error:
                     note(f"{case.name}: {error}")
-            yield Measured(group, direction, _time(runs, repeats))
+            yield Measured(group, direction, take_turns(runs, repeats))
             advance()
     everywhere = len(served) == 2 * len(case.groups)
     for direction in Direction:
@@ -90,7 +89,7 @@ def measure(
         if LMCACHE in compare and everywhere:
             parts = [lmcache_copy(case, group, direction, threads) for group in case.groups]
             runs[LMCACHE] = _in_turn(parts)
-        yield Measured(None, direction, _time(runs, repeats))
+        yield Measured(None, direction, take_turns(runs, repeats))
         advance()
 
 
@@ -126,23 +125,6 @@ def _in_turn(runs: list[Run]) -> Run:
             part()
 
     return run
-
-
-def _time(runs: Mapping[str, Run], repeats: int) -> dict[str, tuple[float, ...]]:
-    """Seconds of each run, taken in turn so that what disturbs one disturbs all."""
-    threads = torch.get_num_threads()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    try:
-        for run in runs.values():
-            run()
-        for _ in range(repeats):
-            for name, run in runs.items():
-                started = time.perf_counter()
-                run()
-                seconds[name].append(time.perf_counter() - started)
-    finally:
-        torch.set_num_threads(threads)
-    return {name: tuple(taken) for name, taken in seconds.items()}
 
 
 def rows_of(case: CopyCase, measured: Measured, copier: CpuCopier) -> list[CopyRow]:

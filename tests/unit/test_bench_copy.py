@@ -18,8 +18,9 @@ from hma_triton.cli.copy_case import (
     model_registration,
     shape_registration,
 )
-from hma_triton.cli.copy_rows import CopyRow, MachineFacts, geometric_mean, percentiles_ms
+from hma_triton.cli.copy_rows import CopyRow
 from hma_triton.cli.copy_run import check_bytes, measure
+from hma_triton.cli.measuring import MachineFacts, geometric_mean, percentiles_ms
 from hma_triton.errors import ConfigError, TransferError
 from hma_triton.kernels.addressing import CopySpec, Direction, Int64Array
 from hma_triton.kernels.cpu import CpuCopier
