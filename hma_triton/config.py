@@ -50,6 +50,8 @@ class ServerConfig:
     numa_node: int | None = None
     touch: str = "background"
     pin: str = "auto"
+    # programs of a copy kernel on a GPU; None leaves it to the tuned or written launch
+    program_cap: int | None = None
     socket_limit_bytes: int = _GIB
 
     def __post_init__(self) -> None:
@@ -73,6 +75,8 @@ class ServerConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name} {value} is outside {low} to {high}")
+        if self.program_cap is not None and not 1 <= self.program_cap <= 65536:
+            raise ConfigError(f"program_cap {self.program_cap} is outside 1 to 65536")
         check_url(self.url, has_key=self.curve_key_file is not None)
 
 

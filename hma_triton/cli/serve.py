@@ -1,7 +1,7 @@
 """`hma-triton serve`: run the cache server.
 
 Exit status: 0 stopped and all copies had ended; 2 settings that cannot be served, in one line;
-5 stopped, but a copy had not ended within `--shutdown-s`.
+5 stopped, but a copy had not ended within `--shutdown-s`, or a driver call hangs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -53,6 +53,10 @@ _Pin = Annotated[
         "before serving, or not start; `off`, never."
     ),
 ]
+_ProgramCap = Annotated[
+    int | None,
+    typer.Option(min=1, help="Most programs of a copy on a GPU. [default: by architecture]"),
+]
 _MetricsPort = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Prometheus on 127.0.0.1. [default: none]")
 ]
@@ -80,6 +84,7 @@ def main(
     numa_node: _NumaNode = None,
     touch: _Touch = "background",
     pin: _Pin = "auto",
+    program_cap: _ProgramCap = None,
     metrics_port: _MetricsPort = None,
     parent_pid: int | None = typer.Option(None, help="End when this process ends."),
     curve_key: _CurveKey = None,
@@ -116,8 +121,13 @@ def main(
             numa_node=numa_node,
             touch=touch,
             pin=pin,
+            program_cap=program_cap,
         )
     )
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
     logging.shutdown()
     if status == EXIT_COPIES_LEFT:
         # a copy thread that is still busy must not hold the process

@@ -137,6 +137,7 @@ class DeviceCopier:
             direction: _Lane(self._driver, kernel.enqueue, self._half_bytes)
             for direction in Direction
         }
+        self._setup_stream = self._driver.create_stream()
         self._slices: dict[CopySpec, tuple[tuple[int, CopySpec], ...]] = {}
         self._logged: set[tuple[int, Direction, Path]] = set()
 
@@ -145,7 +146,8 @@ class DeviceCopier:
         for spec in specs:
             self._slices[spec] = row_slices(spec, self._half_bytes)
         slices = [part for spec in specs for _, part in self._slices[spec]]
-        self._kernel.prepare(tuple(dict.fromkeys((*specs, *slices))))
+        with self._on_setup_stream():
+            self._kernel.prepare(tuple(dict.fromkeys((*specs, *slices))))
 
     def copy_blocks(
         self,
@@ -208,14 +210,17 @@ class DeviceCopier:
         It comes after the work that is on that stream now, and later work there comes after it.
         """
         job = CopyJob(spec, block_ids, object_addresses)
-        pending = self.start(direction, (job,), view=view)
-        if self.device.type != "cpu":
-            pending.wait_on(torch.cuda.current_stream(self.device).cuda_stream)
-        pending.close()
+        # the caller's current device stays what it was
+        with self._on_device():
+            pending = self.start(direction, (job,), view=view)
+            if self.device.type != "cpu":
+                pending.wait_on(torch.cuda.current_stream(self.device).cuda_stream)
+            pending.close()
 
     def registrations(self, starts: Int64Array, ends: Int64Array) -> DeviceView | None:
         """See `reach.registrations`: a `view` for objects in memory that somebody else pinned."""
-        return registrations(self._driver, starts, ends)
+        with self._on_device():
+            return registrations(self._driver, starts, ends)
 
     def _follow_caller(self, lane: _Lane) -> None:
         """Start after what the calling thread has on its current stream (use in one process)."""
@@ -290,6 +295,15 @@ class DeviceCopier:
     def _on_device(self) -> AbstractContextManager[object]:
         return nullcontext() if self.device.type == "cpu" else torch.cuda.device(self.device)
 
+    def _on_setup_stream(self) -> AbstractContextManager[object]:
+        """Uploads and first launches: neither on the default stream nor behind pending copies."""
+        if self.device.type == "cpu":
+            return nullcontext()
+        stream = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+            self._setup_stream, self.device
+        )
+        return torch.cuda.stream(stream)
+
     def close(self) -> None:
         """Release streams, events and tables; waits for nothing, so nothing may be pending."""
         for lane in self._lanes.values():
@@ -298,3 +312,4 @@ class DeviceCopier:
             self._driver.destroy_stream(lane.stream)
         self._lanes = {}
         self._kernel.close()
+        self._driver.destroy_stream(self._setup_stream)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hma_triton.config import ServerConfig
 from hma_triton.engine import TransferEngine
 from hma_triton.errors import ConfigError, RemoteError
+from hma_triton.kernels.device import DeviceSettings
 from hma_triton.keys import EngineFacts, KernelGroupKey, KeyFields, fingerprint
 from hma_triton.messages import MAX_INFOS, ErrorCode, RegisterKVCache
 from hma_triton.objects.namespace import NamespaceShape
@@ -120,6 +121,7 @@ def build_registration(
             threads=config.copier_threads,
             engine_type=request.engine_type,
             pinned_host=pinned.for_device(device_of(caches.kv_caches)),
+            device_settings=DeviceSettings(program_cap=config.program_cap),
         )
     except BaseException:
         caches.close()
