@@ -49,7 +49,7 @@ class CacheServer:
 
     Raises:
         ConfigError: the URL cannot be served, or another server serves it.
-        CapacityError: the arena does not fit.
+        CapacityError: the arena does not fit, or cannot be pinned where it must be.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -83,6 +83,12 @@ class CacheServer:
             if config.metrics_port is not None
             else None
         )
+        try:
+            # last, so that a setting that cannot be served is found before memory is pinned for it
+            self.handlers.registrar.pinned_arena.start()
+        except HmaError:
+            self._close()
+            raise
 
     def _bind(self) -> zmq.Socket[bytes]:
         prepare_socket_directory(self.config.url)

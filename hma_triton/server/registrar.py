@@ -47,7 +47,6 @@ class Registrar:
         self._send = send
         self._later = later
         self.pinned_arena = PinnedArena(store.arena, config.pin, config.numa_node)
-        self.pinned_arena.start()
         self._control = ControlThreads(_CONTROL_TURNS, _CONTROL_LIMIT_S)
 
     def register(self, peer: Peer, request: m.RegisterKVCache) -> None:

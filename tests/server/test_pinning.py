@@ -239,3 +239,19 @@ def _scrape(server: CacheServer) -> bytes:
     from prometheus_client import generate_latest
 
     return generate_latest(server.handlers.metrics.registry)
+
+
+def test_settings_that_cannot_be_served_are_found_before_memory_is_pinned(
+    gpu: FakeGpu, url: str
+) -> None:
+    config = ServerConfig(url=url, host_bytes=1 << 20, pin="on", curve_key_file="/nowhere/key")
+    with pytest.raises(ConfigError, match="/nowhere/key"):
+        CacheServer(config)
+    assert "register_host" not in gpu.names()
+
+
+def test_a_server_that_cannot_pin_leaves_no_socket(gpu: FakeGpu, url: str) -> None:
+    gpu.refuse_register_after = 0
+    with pytest.raises(CapacityError):
+        CacheServer(ServerConfig(url=url, host_bytes=1 << 20, pin="on"))
+    assert not Path(url.removeprefix("ipc://")).exists()
