@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.engine_cases import check_equal, families
-from support.engine_families import CORE, LENGTHS, TOKEN_BUDGET, prompt, prompts
+from support.engine_families import CORE, LENGTHS, MLA, TOKEN_BUDGET, prompt, prompts
 from support.engine_probes import overwrite_one_page_per_object, set_token_budget
 from support.engine_rig import MLA_TOLERANCE, Rig, check_audit, chunk_digests_of, difference
 
@@ -75,7 +75,7 @@ def test_a_fresh_engine_finds_the_server(rig: Rig) -> None:
 
 
 # the build turns chunked prefill off for MLA
-@families("gpt_oss", "qwen3_next", "lfm2", but=("deepseek_v2",))
+@families("gpt_oss", "qwen3_next", "lfm2", but=MLA)
 @pytest.mark.parametrize("budget", [512, 160])
 def test_chunked_prefill(rig: Rig, budget: int) -> None:
     asked = prompts(seed=4 + budget)

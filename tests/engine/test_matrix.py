@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.engine_cases import check_equal, check_tokens, families
-from support.engine_families import TOKEN_BUDGET, prompt
+from support.engine_families import MLA, TOKEN_BUDGET, prompt
 from support.engine_probes import (
     count_preemptions,
     preemptions,
@@ -47,7 +47,7 @@ def test_a_shared_prefix_comes_back(rig: Rig) -> None:
 
 
 # MLA has no cache of its own on this build
-@families("gemma3", "qwen3_next", "llama4", but=("deepseek_v2",))
+@families("gemma3", "qwen3_next", "llama4", but=MLA)
 def test_own_cache_and_ours_together(rig: Rig) -> None:
     asked = prompt(1301, seed=22)
     plain = rig.expected([asked])

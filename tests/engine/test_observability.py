@@ -12,7 +12,49 @@ from support.engine_probes import prometheus_values
 from support.engine_rig import Rig
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
+from hma_triton.integration.vllm.stats import HMAStats
+
 gemma3 = pytest.mark.parametrize("rig", ["gemma3"], indirect=True)
+
+
+def test_counts_of_ranks_halves_and_intervals_add_up() -> None:
+    first, second = HMAStats(), HMAStats()
+    first.add("loads")
+    first.add("loaded_bytes", 10)
+    first.add("hit_tokens", 0)
+    first.add_reason("failures", "timeout")
+    second.add("loads", 2)
+    second.add_reason("failures", "timeout")
+    second.add_reason("failures", "full")
+    total = first.aggregate(second)
+
+    assert total.reduce() == {
+        "loads": 3,
+        "loaded_bytes": 10,
+        "failures[timeout]": 2,
+        "failures[full]": 1,
+    }
+    # neither was changed, nor shares what the sum counts
+    assert (first.data["failures"], second.data["loads"]) == ({"timeout": 1}, 2)
+    total.reset()
+    assert total.is_empty()
+    assert not first.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("reason", "label"),
+    [
+        ("timeout", "timeout"),
+        ("chunk 7 missing in group 2", "incomplete"),
+        ("ranks: 1 of 2 are registered", "ranks"),
+        ("error: unknown_instance: instance 'x' is not registered", "unknown_instance"),
+        ("", "unknown"),
+    ],
+)
+def test_reasons_are_few(reason: str, label: str) -> None:
+    stats = HMAStats()
+    stats.add_reason("lookup_misses", reason)
+    assert stats.data == {"lookup_misses": {label: 1}}
 
 
 @gemma3
@@ -48,7 +90,8 @@ def test_kv_events(rig: Rig, tmp_path: Path) -> None:
         settings = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
         with rig.start_ours({"hma.namespace": "told"}, kv_events_config=settings) as engine:
             engine.generate([prompt(300, seed=112)])
-            engine.generate([asked])
+            # its only step stores it and ends it
+            engine.generate([asked], max_tokens=1)
             events = []
             while subscriber.poll(2000):
                 frames = subscriber.recv_multipart()

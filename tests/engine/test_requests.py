@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 from support.engine_cases import check_equal
-from support.engine_families import prompt
-from support.engine_probes import set_token_budget, tracked_requests
-from support.engine_rig import Rig, check_audit
+from support.engine_families import TOKEN_BUDGET, prompt
+from support.engine_probes import (
+    reset_while_running,
+    set_token_budget,
+    tracked_requests,
+    wait_for_lookups,
+)
+from support.engine_rig import Rig, audit_lines, check_audit
 
 from hma_triton.client import HmaClient
 
@@ -142,6 +147,39 @@ def test_reset_with_the_connector_forgets_everything(rig: Rig) -> None:
     rig.ours.generate(asked)
     assert rig.ours.reset_prefix_cache(connector=True)
     assert rig.ours.generate(asked)[0].cached_tokens == 0
+
+
+@gemma3
+@pytest.mark.long
+def test_a_reset_under_running_requests(rig: Rig) -> None:
+    asked = [prompt(1301, seed=86), prompt(700, seed=87)]
+    plain = rig.expected(asked)
+    warm_up(rig, asked[:1])
+    engine = rig.ours
+    engine.run(set_token_budget, 256)
+    for index, one in enumerate(asked):
+        engine.call("add", f"reset-{index}", one, {"max_tokens": 6})
+    # one has loaded or is about to, one is being computed
+    engine.run(wait_for_lookups)
+    finished = engine.call("step", 6)
+    assert not finished
+    stored = len(audit_lines(rig.audit_path, "store"))
+    assert engine.run(reset_while_running)
+    finished = engine.call("step", 2000)
+    engine.run(set_token_budget, TOKEN_BUDGET)
+
+    given = [finished[f"reset-{index}"] for index in range(2)]
+    assert [one.tokens for one in given] == [one.tokens for one in plain]
+    assert engine.run(tracked_requests) == 0
+    with HmaClient(rig.server.url) as client:
+        client.connect()
+        assert client.status()["leases"] == 0
+    # all of it was stored again, from the beginning
+    again = audit_lines(rig.audit_path, "store")[stored:]
+    assert {line["first_token"] for line in again} >= {0}
+    engine.reset_prefix_cache()
+    assert [one.cached_tokens for one in engine.generate(asked)] == [1280, 512]
+    assert check_audit(rig.audit_path, 256) > 0
 
 
 @gemma3

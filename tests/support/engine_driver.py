@@ -38,7 +38,7 @@ class Driver:
         os.dup2(descriptor, 2)
         from vllm import LLM
 
-        _register_architecture(settings["model"])
+        register_architecture(settings["model"])
         self._llm = LLM(**settings)
 
     def generate(
@@ -49,7 +49,10 @@ class Driver:
         results = []
         for batch in batches:
             outputs = self._llm.generate(
-                [_request(prompt, sampling) for prompt in batch], parameters, use_tqdm=False
+                [_request(prompt, sampling) for prompt in batch],
+                parameters,
+                use_tqdm=False,
+                lora_request=_adapter(sampling),
             )
             results += [_completion(output) for output in outputs]
         return results
@@ -90,10 +93,11 @@ class Driver:
 
         values = {"max_tokens": 6, "temperature": 0.0, "logprobs": 5, **sampling}
         values.pop("cache_salt", None)
+        values.pop("adapter", None)
         return SamplingParams(detokenize=False, ignore_eos=True, **values)
 
 
-def _register_architecture(folder: str) -> None:
+def register_architecture(folder: str) -> None:
     """Spares vLLM the subprocess (8 s) in which it would look at a class it has not seen before."""
     from vllm import ModelRegistry
 
@@ -107,6 +111,15 @@ def _request(prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
     if "cache_salt" in sampling:
         request["cache_salt"] = sampling["cache_salt"]
     return request
+
+
+def _adapter(sampling: dict[str, Any]) -> Any:
+    """The adapter that the sampling names as [name, number, folder]."""
+    if "adapter" not in sampling:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*sampling["adapter"])
 
 
 def _completion(output: Any) -> Completion:

@@ -70,8 +70,10 @@ FAMILIES = {
         Family("mistral_swa", _EVEN),
         Family("qwen3", _EVEN),
         Family("cohere2", _EVEN),
+        Family("deepseek_v3", (1280, 768, 512, 256), 16, is_mla=True),
     )
 }
+MLA = tuple(family.name for family in FAMILIES.values() if family.is_mla)
 CORE = ("gemma3", "gpt_oss", "qwen3_next", "lfm2", "deepseek_v2", "gemma4", "llama4", "llama")
 
 

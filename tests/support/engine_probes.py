@@ -199,6 +199,11 @@ def prometheus_values(llm: Any, prefix: str) -> dict[str, float]:
     return values
 
 
+def reset_while_running(llm: Any) -> bool:
+    """Resets both caches as for new weights: what runs is preempted and starts anew."""
+    return bool(llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+
+
 def wait_for_lookups(llm: Any) -> None:
     """Return when the server has answered the lookups of all waiting requests."""
     half = scheduler_of(llm).connector.scheduler
