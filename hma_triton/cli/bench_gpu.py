@@ -94,8 +94,8 @@ def plan_lines() -> list[str]:
         if size * count <= gpu_speed.CELL_BYTES
     ]
     lines += [
-        f"paths: {len(cells)} pairs of run length and count, by 3 paths and the one chosen, both "
-        "directions",
+        f"paths: {len(cells)} pairs of run length and count (those up to {gpu_speed.CELL_BYTES} "
+        "bytes), by 3 paths and the one chosen, both directions",
         f"requests: {len(gpu_speed.REQUEST_RUNS)} run lengths over {gpu_speed.REQUEST_ROWS} layers",
         f"beside: program budgets {', '.join(map(str, gpu_speed.CAPS))}, staged and dma",
     ]

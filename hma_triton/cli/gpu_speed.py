@@ -225,6 +225,7 @@ def run_paths(context: StageContext) -> StageReport:
     for run_bytes in RUN_SIZES:
         for count in COUNTS:
             if run_bytes * count > CELL_BYTES:
+                report.missing.append(f"{count} runs of {run_bytes} bytes: over {CELL_BYTES} bytes")
                 continue
             if context.seconds_left < 5:
                 left += 1
