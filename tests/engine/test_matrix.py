@@ -58,7 +58,7 @@ def test_own_cache_and_ours_together(rig: Rig) -> None:
     mixed = rig.ours.generate([asked])
 
     assert mixed[0].cached_tokens == rig.family.hits[0]
-    # where the engine's own cache alone gives another output than a cold run, there is no one output
+    # an engine whose own cache alone gives another output than a cold run has no one output
     rig.plain.reset_prefix_cache()
     rig.plain.generate([asked[:600]])
     (own,) = rig.plain.generate([asked])
