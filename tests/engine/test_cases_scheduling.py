@@ -1,4 +1,4 @@
-"""Field cases of K6 (and 41, 83): what the scheduler half counts, keeps and lets go."""
+"""Field cases of K6 (and 41, 52, 83): what the scheduler half counts, keeps and lets go."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.replay_tools import connector_of, eventually, leases, stored_ranges, tokens_of
 from support.schedule_replay import bytes_of
-from support.toy_config import full
+from support.toy_config import full, window
 
 from hma_triton.server.launch import EmbeddedServer
 
@@ -133,6 +133,25 @@ def test_65_a_resumed_request_brings_all_of_its_blocks(engine_of: Any) -> None:
 
     assert result.meta.stores[0].block_ids == {0: [8, 9]}
     assert result.meta.stores[0].start_chunk == 1
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_52_generated_tokens_are_stored_only_when_asked_for(engine_of: Any, decoded: bool) -> None:
+    engine = engine_of(full(8), window(8, 16), chunk=8, settings={"hma.store_decode": decoded})
+    request = engine.request("a", tokens_of(32))
+    tables = [list(range(1, 11)), [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
+    engine.allocate(request, tables, 0)
+    assert stored_ranges(engine.compute(request, 32, tables)) == [(0, 4)]
+    ranges = []
+    for token in range(48):
+        request.tokens.append(token)
+        # the window slides: the engine takes back what lies before it
+        slid = max(0, request.num_computed_tokens - 16) // 8
+        now = [tables[0], [0] * slid + tables[1][slid:]]
+        ranges += stored_ranges(engine.compute(request, 1, now))
+
+    assert ranges == ([(chunk, chunk + 1) for chunk in range(4, 10)] if decoded else [])
+    assert engine.matched(engine.request("b", request.tokens)) == (80 if decoded else 32)
 
 
 def test_67_a_store_has_read_its_blocks_before_the_step_ends(engine_of: Any) -> None:

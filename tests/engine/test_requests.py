@@ -182,10 +182,10 @@ def test_a_reset_under_running_requests(rig: Rig) -> None:
     assert check_audit(rig.audit_path, 256) > 0
 
 
+# without an engine: test_70_roles
 @gemma3
-@pytest.mark.parametrize(
-    "role", [pytest.param("kv_producer", marks=pytest.mark.long), "kv_consumer"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_roles(rig: Rig, role: str) -> None:
     asked = [prompt(700, seed=85)]
     namespace = {"hma.namespace": role}

@@ -1,4 +1,7 @@
-"""Engines that share a server: the same model meets, anything else does not."""
+"""Engines that share a server: the same model meets, anything else does not.
+
+Every single difference, without engines: `test_tenants.py`.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def test_two_engines_at_once(rig: Rig) -> None:
         pytest.param(
             {"hf_overrides": {"rope_theta": 20000.0}}, {}, id="override", marks=pytest.mark.long
         ),
-        pytest.param({}, {"PYTHONHASHSEED": "7"}, id="hash seed"),
+        pytest.param({}, {"PYTHONHASHSEED": "7"}, id="hash seed", marks=pytest.mark.long),
     ],
 )
 def test_engines_that_differ_never_meet(
@@ -56,6 +59,7 @@ def test_engines_that_differ_never_meet(
 
 
 @llama
+@pytest.mark.long
 def test_random_hash_seeds_are_told_and_kept_apart(rig: Rig) -> None:
     asked = [prompt(700, seed=93)]
     for _ in range(2):

@@ -93,9 +93,19 @@ def test_without_a_server_the_engine_starts_in_time(rig: Rig, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("extra", "changes", "message"),
     [
-        ({"hma.chunk_token": 256}, {}, "did you mean 'hma.chunk_tokens'?"),
+        pytest.param(
+            {"hma.chunk_token": 256},
+            {},
+            "did you mean 'hma.chunk_tokens'?",
+            marks=pytest.mark.long,
+        ),
         ({"hma.chunk_tokens": 100}, {}, "the nearest valid chunk is 128"),
-        ({"hma.timeout_s": "soon"}, {}, "hma.timeout_s: 'soon' is not a number"),
+        pytest.param(
+            {"hma.timeout_s": "soon"},
+            {},
+            "hma.timeout_s: 'soon' is not a number",
+            marks=pytest.mark.long,
+        ),
         (
             {},
             {
