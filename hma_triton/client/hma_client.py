@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from hma_triton import messages as m
-from hma_triton.client.link import Link, LinkState
+from hma_triton.client.link import Link
+from hma_triton.client.link_state import LinkState
 from hma_triton.client.requests import (
     IdList,
     lookup_ticket,
@@ -40,6 +41,9 @@ class HmaClient:
             right after the start are kept for a server that is still coming up.
         role: free text for the server's status view.
         curve_key: key file for a server on a network address.
+
+    Raises:
+        ConfigError: a URL that is no address, or a key file that cannot be used.
     """
 
     def __init__(
@@ -137,7 +141,10 @@ class HmaClient:
             ServerUnavailableError: no server, or no answer in time.
         """
         storages, layers = export_kv_caches(kv_caches)
+        # as they are now: this is sent again, perhaps much later
         sent_facts = (facts or EngineFacts()).to_wire()
+        hints, infos = dict(layout_hints or {}), tuple(engine_group_infos)
+        replicated = tuple(replicated_infos)
 
         def make(seq: int) -> m.Request:
             return m.RegisterKVCache(
@@ -148,14 +155,14 @@ class HmaClient:
                 model_name=model_name,
                 world_size=world_size,
                 engine_type=engine_type,
-                layout_hints=dict(layout_hints or {}),
-                engine_group_infos=tuple(engine_group_infos),
+                layout_hints=hints,
+                engine_group_infos=infos,
                 rank=rank,
                 namespace=namespace,
                 chunk_tokens=chunk_tokens,
                 null_block_id=null_block_id,
                 facts=sent_facts,
-                replicated_infos=tuple(replicated_infos),
+                replicated_infos=replicated,
                 separate_object_groups=separate_object_groups,
             )
 
@@ -360,7 +367,8 @@ class HmaClient:
         return state
 
     def _deadline_ns(self, seconds: float | None) -> int:
-        patience = self._timeout_s if seconds is None else seconds
+        # a year is no limit, and fits into a message
+        patience = min(self._timeout_s if seconds is None else seconds, 365 * 86400.0)
         return time.monotonic_ns() + int(patience * 1e9)
 
     def _ask(

@@ -6,24 +6,25 @@ While no server is there, requests fail at once, except those that are meant to 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from hma_triton import messages as m
-from hma_triton.client.dealer import dealer
+from hma_triton.client.dealer import dealer, send
+from hma_triton.client.inbox import Inbox
+from hma_triton.client.link_state import LinkState
 from hma_triton.client.ticket import TIMEOUT, UNAVAILABLE, Ticket
 from hma_triton.curve_keys import read_key_file
-from hma_triton.errors import ProtocolError, ServerUnavailableError
+from hma_triton.errors import ConfigError, ProtocolError, ServerUnavailableError
 from hma_triton.process_identity import ProcessWatch, this_process
 from hma_triton.stop_points import reach
 
@@ -33,15 +34,9 @@ _HELLO_RETRY_NS = 1_000_000_000
 _IDLE_MS = 500
 _GOODBYE_WAIT_S = 0.5
 _LOOSE_LIMIT = 4096
+_ABORT_AGAIN_NS = 5_000_000_000
+_CLOSED = "the client was closed"
 PoolKey = tuple[str, int]
-
-
-class LinkState(Enum):
-    """`AWAY`: no server has answered. `REGISTERING`: it has, pools are on their way."""
-
-    AWAY = "away"
-    REGISTERING = "registering"
-    READY = "ready"
 
 
 class Link:
@@ -56,8 +51,7 @@ class Link:
         # queued rather than refused until then, so that a client may be made before its server
         self._patient_until_ns = time.monotonic_ns() + int(connect_timeout_s * 1e9)
         self._identity = b"hma" + uuid.uuid4().bytes
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._inbox = Inbox(f"the client of {url}")
         self._changed = threading.Condition()
         self.state = LinkState.AWAY
         self.hello: m.HelloReply | None = None
@@ -77,6 +71,12 @@ class Link:
         self._decoder = m.ReplyDecoder()
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        try:
+            self._connect()
+        except zmq.ZMQError as error:
+            self._inbox.close()
+            self._context.destroy(linger=0)
+            raise ConfigError(f"{url!r} is no address of a server: {error}") from error
         self._thread = threading.Thread(target=self._run, name="hma-client", daemon=True)
         self._thread.start()
 
@@ -84,19 +84,19 @@ class Link:
 
     def submit(self, ticket: Ticket[Any]) -> None:
         """Send the request as soon as the state allows."""
-        self._call(lambda: self._accept(ticket))
+        self._inbox.put(lambda: self._accept(ticket))
 
     def tell(self, make_request: Callable[[int], m.Request]) -> None:
         """Send a request whose reply nobody waits for; a server that is lost needs it no more."""
-        self._call(lambda: self._send_loose(make_request))
+        self._inbox.put(lambda: self._send_loose(make_request))
 
     def remember(self, key: PoolKey, make_request: Callable[[int], m.Request]) -> None:
         """Register this pool again whenever the server has lost it."""
-        self._call(lambda: self._pools.__setitem__(key, make_request))
+        self._inbox.put(lambda: self._pools.__setitem__(key, make_request))
 
     def forget(self, key: PoolKey) -> None:
         """Undo `remember`."""
-        self._call(lambda: self._forget(key))
+        self._inbox.put(lambda: self._pools.pop(key, None))
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait for a server that has answered hello and has all pools, or has refused the hello."""
@@ -106,34 +106,35 @@ class Link:
             )
 
     def close(self) -> None:
-        """Say goodbye and end the thread; open tickets fail. Idempotent."""
-        if self._closing:
-            return
-        self._call(self._say_goodbye)
-        self._thread.join(_GOODBYE_WAIT_S + 5.0)
-        os.close(self._wake)
+        """Say goodbye and end the thread; open tickets fail. Idempotent, also at the same time.
 
-    def _call(self, callback: Callable[[], None]) -> None:
-        if self._closing:
-            raise ServerUnavailableError(f"the client of {self.url} is closed")
-        self._inbox.append(callback)
-        os.eventfd_write(self._wake, 1)
+        In a forked child, whose parent's thread this is, it does nothing.
+        """
+        if self._inbox.is_foreign:
+            return
+        with contextlib.suppress(ServerUnavailableError):
+            self._inbox.put(self._say_goodbye)
+        self._thread.join(_GOODBYE_WAIT_S + 5.0)
 
     # on the link's thread
 
     def _run(self) -> None:
-        self._connect()
-        while not self._closing:
-            self._turn()
-        self._lose_server("the client was closed")
-        self._fail_outbox("the client was closed")
-        self._context.destroy(linger=0)
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            # whatever ended the loop, nobody waits for an answer that cannot come
+            self._closing = True
+            self._inbox.close()
+            self._lose_server(_CLOSED)
+            self._fail_outbox(_CLOSED)
+            self._context.destroy(linger=0)
 
     def _turn(self) -> None:
         poller = zmq.Poller()
         assert self._socket is not None
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._inbox.fileno(), zmq.POLLIN)
         if self._watch is not None:
             poller.register(self._watch.fileno(), zmq.POLLIN)
         readable = {key for key, _ in poller.poll(self._patience_ms())}
@@ -142,10 +143,8 @@ class Link:
         if self._watch is not None and self._watch.fileno() in readable:
             self._lose_server(f"the server, process {self._watch.process.pid}, has ended")
             self._connect()
-        if self._wake in readable:
-            os.eventfd_read(self._wake)
-            while self._inbox:
-                self._inbox.popleft()()
+        if self._inbox.fileno() in readable:
+            self._inbox.run()
         self._check_deadlines()
         if self.state is LinkState.AWAY and (
             time.monotonic_ns() - self._hello_sent_ns > _HELLO_RETRY_NS
@@ -153,11 +152,7 @@ class Link:
             self._connect()
 
     def _patience_ms(self) -> int:
-        deadlines = [
-            ticket.deadline_ns
-            for ticket in (*self._pending.values(), *self._outbox)
-            if ticket.abort_seq is None
-        ]
+        deadlines = [ticket.deadline_ns for ticket in (*self._pending.values(), *self._outbox)]
         if self.state is LinkState.AWAY:
             deadlines.append(self._hello_sent_ns + _HELLO_RETRY_NS)
         if not deadlines:
@@ -190,21 +185,23 @@ class Link:
         return self._seq
 
     def _send(self, request: m.Request) -> bool:
+        """Whether there was room. Raises: ProtocolError for what cannot be sent at all."""
         assert self._socket is not None
-        try:
-            self._socket.send(m.encode(request), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            log.debug("a request could not be sent: %s", error)
-            return False
-        return True
+        return send(self._socket, request)
 
     def _send_loose(self, make_request: Callable[[int], m.Request]) -> None:
-        if self.state is LinkState.READY:
-            self._send(make_request(self._next_seq()))
-        else:
+        if self.state is not LinkState.READY:
             self._loose.append(make_request)
+            return
+        try:
+            self._send(make_request(self._next_seq()))
+        except ProtocolError as error:
+            log.warning("%s", error)
 
     def _accept(self, ticket: Ticket[Any]) -> None:
+        if self._closing:
+            ticket.fail(UNAVAILABLE, _CLOSED)
+            return
         patient = (
             self.state is LinkState.REGISTERING
             or ticket.waits_for_server
@@ -226,7 +223,12 @@ class Link:
         kind = str(request.__struct_config__.tag)
         reach(f"client.{kind}.submitted")
         self._pending[ticket.seq] = ticket
-        ticket.sent = self._send(request)
+        try:
+            ticket.sent = self._send(request)
+        except ProtocolError as error:
+            del self._pending[ticket.seq]
+            ticket.fail(m.ErrorCode.BAD_REQUEST.value, str(error))
+            return
         reach(f"client.{kind}.sent")
         if not ticket.sent:
             del self._pending[ticket.seq]
@@ -316,9 +318,6 @@ class Link:
             self._pools.pop(key, None)
         self._maybe_ready()
 
-    def _forget(self, key: PoolKey) -> None:
-        self._pools.pop(key, None)
-
     def _maybe_ready(self) -> None:
         if self._registering or self.state is not LinkState.REGISTERING:
             return
@@ -340,19 +339,21 @@ class Link:
             self._outbox.remove(ticket)
             ticket.fail(UNAVAILABLE, f"no server answered on {self.url} in time")
         for ticket in [each for each in self._pending.values() if each.deadline_ns <= now]:
-            if ticket.abort_seq is not None:
-                continue
-            abort_seq = self._next_seq()
-            request = m.Abort(seq=abort_seq, target_seq=ticket.seq)
             if ticket.holds_pool:
-                ticket.abort_seq = abort_seq
-                self._aborts[abort_seq] = ticket
-                self._send(request)
+                self._ask_to_abort(ticket, now)
                 continue
             del self._pending[ticket.seq]
             if ticket.on_late is not None:
                 self._late[ticket.seq] = ticket
             ticket.fail(TIMEOUT, "no answer before the deadline")
+
+    def _ask_to_abort(self, ticket: Ticket[Any], now: int) -> None:
+        """Once more while nobody answers: a server that drops its connections loses both ways."""
+        if ticket.abort_seq is None:
+            ticket.abort_seq = self._next_seq()
+            self._aborts[ticket.abort_seq] = ticket
+        ticket.deadline_ns = now + _ABORT_AGAIN_NS
+        self._send(m.Abort(seq=ticket.abort_seq, target_seq=ticket.seq))
 
     def _lose_server(self, why: str) -> None:
         """Nothing that was sent will be answered, and nothing touches the pools any more."""
@@ -384,6 +385,8 @@ class Link:
             self._watch = None
 
     def _say_goodbye(self) -> None:
+        if self._closing:
+            return
         if self.state is not LinkState.AWAY and self._send(m.Goodbye(seq=self._next_seq())):
             assert self._socket is not None
             last = self._seq

@@ -314,7 +314,7 @@ def test_case_83_a_lookup_given_up_while_the_server_is_away_pins_nothing(
             client.lookup_submit("i", "kept", digests, 64)
             done.set()
 
-        link._call(while_the_server_is_away)
+        link._inbox.put(while_the_server_is_away)
         assert done.wait(10) and link.wait_ready(10)
         client.ping()
         assert client.status()["leases"] == 1, "that of the lookup that nobody has given up"
