@@ -29,7 +29,7 @@ from hma_triton.server.launch import EmbeddedServer, start_embedded
 KINDS = {"window": (FULL, SLIDING), "state": (FULL, STATE), "three": (FULL, SLIDING, STATE)}
 CHUNKS = {"window": 32, "state": 16, "three": 16}
 BLOCKS = 61
-TRACES = 120
+TRACES = 150
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +74,15 @@ def disturb(engine: BareEngine, source: random.Random, names: list[str]) -> set[
         ended = source.choice(names)
         engine.abort(ended)
         return {ended}
-    if chance < 0.085:
+    if chance < 0.083:
         engine.scheduler.reset_prefix_cache(reset_connector=True)
-    elif chance < 0.095:
+    elif chance < 0.088:
         # vLLM refuses it where a waiting request holds blocks, when all others are preempted
         with suppress(RuntimeError):
-            resets_ours = source.random() < 0.3
-            engine.scheduler.reset_prefix_cache(True, reset_connector=resets_ours)
+            if source.random() < 0.5:
+                engine.load_new_weights()
+            else:
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     elif chance < 0.3:
         engine.scheduler.max_num_scheduled_tokens = source.choice((16, 24, 40, 100, 512))
     return set()
@@ -116,9 +118,10 @@ def test_traces(engine: BareEngine, server: EmbeddedServer) -> None:
     assert not engine.half._client._lookups
     eventually(lambda: leases(server.url) == 0)
     # the traces met what they are for
-    assert engine.worker.worker.stats.data["loads"] > 20
+    assert engine.worker.worker.stats.data["loads"] > 10
     assert min(engine.preemptions, engine.failed_loads) > 0
     assert engine.pages_checked > 10000
+    assert engine.weights > 0
 
 
 def check_outputs(requests: dict[str, Any], aborted: set[str]) -> None:
@@ -127,6 +130,8 @@ def check_outputs(requests: dict[str, Any], aborted: set[str]) -> None:
         if name in aborted:
             continue
         assert len(request.output_token_ids) == 8, name
-        known = request.prefix_numbers
+        if len(request.numbers) > 1:
+            continue  # begun with other weights
+        (known,) = request.numbers.values()
         for index, token in enumerate(request.output_token_ids):
             assert token == next_token(known[request.num_prompt_tokens + index - 1])

@@ -138,6 +138,7 @@ class BareEngine:
         self.pages_checked = 0
         self.preemptions = 0
         self.failed_loads = 0
+        self.weights = 0
 
     @property
     def half(self) -> Any:
@@ -166,6 +167,15 @@ class BareEngine:
     def abort(self, name: str) -> None:
         """As when its client has gone."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def load_new_weights(self) -> None:
+        """Other weights, and the reset that goes with them: from now on all numbers are others.
+
+        Raises:
+            RuntimeError: a waiting request holds blocks; the others are preempted.
+        """
+        if self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            self.weights += 1
 
     def step(self, source: random.Random | None = None) -> None:
         """One step of the engine; with `source` the workers' results of loads may come later."""
@@ -207,7 +217,7 @@ class BareEngine:
         """Check what the new tokens read, write what they make; the next token, if it is due."""
         end = request.num_computed_tokens
         start = end - count
-        prefix = numbers(request)
+        prefix = numbers(request, self.weights)
         tables = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         for group, (spec, table) in enumerate(zip(self.groups, tables, strict=True)):
             for layer in range(LAYERS):
@@ -264,12 +274,13 @@ class BareEngine:
         cache[table[(end - 1) // BLOCK]].view(torch.int64).fill_(prefix[end - 1])
 
 
-def numbers(request: Request) -> list[int]:
-    """One number per token, for all tokens up to it and the salt."""
-    known: list[int] = request.__dict__.setdefault("prefix_numbers", [])
+def numbers(request: Request, weights: int) -> list[int]:
+    """One number per token, for all tokens up to it, the salt and the weights."""
+    of_weights: dict[int, list[int]] = request.__dict__.setdefault("numbers", {})
+    known = of_weights.setdefault(weights, [])
     tokens = request.all_token_ids
     for token in tokens[len(known) :]:
-        link = f"{known[-1] if known else request.cache_salt}/{token}".encode()
+        link = f"{known[-1] if known else (request.cache_salt, weights)}/{token}".encode()
         known.append(int.from_bytes(hashlib.sha256(link).digest()[:7], "little"))
     return known
 

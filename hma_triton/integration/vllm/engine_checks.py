@@ -105,11 +105,8 @@ def reuse_warnings(vllm_config: Any, shape: EngineShape) -> list[str]:
     # one token of the model's length is left for the output
     if shape.chunk_tokens + shape.leave_tokens >= longest:
         warnings.append(
-            f"no hit is possible: a chunk has {shape.chunk_tokens} tokens, and a prompt of"
-            f" max_model_len {longest} ends before the next token"
-            if shape.chunk_tokens < longest
-            else f"no hit is possible: a chunk has {shape.chunk_tokens} tokens, max_model_len is"
-            f" {longest}"
+            f"no hit is possible: a chunk has {shape.chunk_tokens} tokens, no prompt within"
+            f" max_model_len {longest} is long enough to use one"
         )
     if not shape.recurrent:
         return warnings
