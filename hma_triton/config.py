@@ -75,22 +75,33 @@ class ServerConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name} {value} is outside {low} to {high}")
-        if self.program_cap is not None and not 1 <= self.program_cap <= 65536:
-            raise ConfigError(f"program_cap {self.program_cap} is outside 1 to 65536")
+        for name, low, high in (
+            ("copier_threads", 1, 4096),
+            ("metrics_port", 0, 65535),
+            ("numa_node", 0, 65535),
+            ("program_cap", 1, 65536),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} {value} is outside {low} to {high}")
         check_url(self.url, has_key=self.curve_key_file is not None)
 
 
 def check_url(url: str, *, has_key: bool) -> None:
     """Raise ConfigError for a URL that cannot be served: a bad form, or open to the network."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{url!r}: {error}") from error
     if parts.scheme == "ipc":
         path = url.removeprefix("ipc://")
         if not path.startswith("/"):
             raise ConfigError(f"{url!r}: an ipc socket needs an absolute path")
-        if len(path) > _MAX_SOCKET_PATH:
+        length = len(os.fsencode(path))
+        if length > _MAX_SOCKET_PATH or "\0" in path:
             raise ConfigError(
-                f"{url!r}: a socket's path has at most {_MAX_SOCKET_PATH} characters, this one has "
-                f"{len(path)}"
+                f"{url!r}: a socket's path has at most {_MAX_SOCKET_PATH} bytes and no zero byte, "
+                f"this one has {length}"
             )
         return
     if parts.scheme != "tcp":

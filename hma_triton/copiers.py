@@ -75,14 +75,14 @@ def make_copier(
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is unknown; use one of {', '.join(BACKENDS)}")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"caches on {device} cannot be served; they are on the CPU or a CUDA GPU")
     if backend == "auto":
         backend = "cpu" if device.type == "cpu" else "device"
-    if backend == "reference":
-        return ReferenceCopier()
-    if backend == "cpu":
+    if backend in ("cpu", "reference"):
         if device.type != "cpu":
-            raise ConfigError(f"backend 'cpu' cannot read caches on {device}; use 'device'")
-        return CpuCopier(threads)
+            raise ConfigError(f"backend {backend!r} cannot read caches on {device}; use 'device'")
+        return CpuCopier(threads) if backend == "cpu" else ReferenceCopier()
     if backend == "device" and device.type == "cpu":
         raise ConfigError("backend 'device' serves caches on a GPU; CPU caches take 'cpu'")
     from hma_triton.kernels.triton_copier import TritonCopier

@@ -22,7 +22,10 @@ def id_arrays(block_ids: Sequence[Any]) -> list[npt.NDArray[np.integer]]:
     """
     arrays = []
     for index, ids in enumerate(block_ids):
-        array = ids if isinstance(ids, np.ndarray) else np.asarray(ids)
+        try:
+            array = ids if isinstance(ids, np.ndarray) else np.asarray(ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise PlanError(f"block ids of info {index} are no list of numbers: {error}") from error
         if array.size == 0:
             array = np.zeros(array.shape, dtype=np.int64)
         if not np.issubdtype(array.dtype, np.integer):
@@ -43,6 +46,8 @@ def object_address(buffer: ObjectBuffer, nbytes: int, group: int, chunk: int) ->
     if isinstance(buffer, torch.Tensor):
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
             raise PlanError(f"{where}: objects are contiguous uint8 tensors, not {buffer.dtype}")
+        if buffer.device.type != "cpu":
+            raise PlanError(f"{where}: objects lie in host memory, not on {buffer.device}")
         size, address = buffer.numel(), buffer.data_ptr()
     elif isinstance(buffer, memoryview):
         if not buffer.c_contiguous or buffer.readonly:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from hma_triton.errors import GeometryError
+from hma_triton.handles import MAX_LAYERS
 from hma_triton.kv_layer_groups import KernelGroupInfo, PageBufferShapeDesc
 
 DTYPES: dict[str, torch.dtype] = {
@@ -65,6 +66,8 @@ def _parse_group(text: str, first_layer: int) -> KernelGroupInfo:
         for name, value in zip((*names, "layers"), (*numbers, match.group(3)), strict=True)
     ]
     kv_size, blocks, slots, heads, head_size, layers = sizes
+    if first_layer + layers > MAX_LAYERS:
+        raise GeometryError(f"group {text!r}: there are at most {MAX_LAYERS} layers in all")
     if kv_size > 2:
         raise GeometryError(f"group {text!r}: kv_size is {kv_size}; it is 1 or 2")
     dtype = DTYPES[dtype_name]

@@ -103,7 +103,7 @@ def main(
     status = serve(
         ServerConfig(
             url=url or default_url(),
-            host_bytes=int(host_gb * (1 << 30)),
+            host_bytes=int(min(host_gb, 1e9) * (1 << 30)),
             separate_object_groups=separate_object_groups,
             verify=verify,
             copy_threads=threads or default_copy_threads(),

@@ -197,7 +197,7 @@ class Arena:
                 "used_slots": size.used_slots,
                 "total_slots": size.total_slots,
             }
-            for size in self._classes.values()
+            for size in list(self._classes.values())
             if size.total_slots
         ]
 

@@ -37,6 +37,15 @@ def unpack_keys(digests: bytes) -> Keys:
     return np.frombuffer(digests, dtype=np.uint64).reshape(-1, _WORDS)
 
 
+def are_distinct(keys: Keys) -> bool:
+    """Whether no key is there twice."""
+    count = keys.shape[0]
+    # different digests nearly always differ in their first word
+    return bool(
+        np.unique(keys[:, 0]).shape[0] == count or np.unique(keys, axis=0).shape[0] == count
+    )
+
+
 class ChunkIndex:
     """Open addressing over packed columns.
 

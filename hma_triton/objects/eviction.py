@@ -18,6 +18,8 @@ from hma_triton.objects.namespace import Namespace
 # an owner's tag: namespace, column and record, plus one so that no tag is zero
 _RECORD_BITS, _COLUMN_BITS = 32, 12
 _BATCH = 4096
+# the largest number of a namespace that a tag has room for
+LAST_NAMESPACE = (1 << (64 - _RECORD_BITS - _COLUMN_BITS)) - 1
 
 
 def owner_tag(namespace: int, column: int, record: int) -> int:
@@ -78,8 +80,10 @@ class VictimQueue:
 
 def _is_evictable(namespace: Namespace, record: int, stamp: int) -> bool:
     index = namespace.index
+    # the number may be another namespace's by now
     return bool(
-        index.stamp[record] == stamp
+        record < index.top
+        and index.stamp[record] == stamp
         and index.first_child[record] == NONE
         and index.pins[record] == 0
         and index.writing[record] == 0

@@ -23,8 +23,10 @@ from hma_triton.objects.chunk_index import (
     ChunkIndex,
     Keys,
     Records,
+    are_distinct,
     unpack_keys,
 )
+from hma_triton.objects.eviction import LAST_NAMESPACE
 from hma_triton.objects.namespace import BoolArray, Namespace, NamespaceShape
 from hma_triton.objects.reservation import Reading, Reservation
 from hma_triton.objects.space import Space, StoreCounters
@@ -56,12 +58,13 @@ class ObjectStore:
     @property
     def chunks(self) -> int:
         """Records in all namespaces."""
-        return sum(each.index.count for each in self._space.namespaces.values())
+        return sum(each.index.count for each in list(self._space.namespaces.values()))
 
     @property
     def bookkeeping_nbytes(self) -> int:
         """Bytes of the indexes."""
-        return sum(each.index.bookkeeping_nbytes() for each in self._space.namespaces.values())
+        namespaces = list(self._space.namespaces.values())
+        return sum(each.index.bookkeeping_nbytes() for each in namespaces)
 
     def describe_namespaces(self) -> list[dict[str, object]]:
         """For the status view."""
@@ -72,7 +75,7 @@ class ObjectStore:
                 "closed": each.closed,
                 "world_size": each.shape.world_size,
             }
-            for each in self._space.namespaces.values()
+            for each in list(self._space.namespaces.values())
         ]
 
     @property
@@ -107,11 +110,17 @@ class ObjectStore:
         width = int(shape.columns().max()) + 1
         checksum_width = int(shape.checksum_starts()[-1]) if self._checksums else 0
         index = ChunkIndex(width, checksum_width=checksum_width)
-        self._numbers += 1
-        made = Namespace(self._numbers, fingerprint, shape, index, sizes)
+        made = Namespace(self._next_number(), fingerprint, shape, index, sizes)
         self._by_fingerprint[fingerprint] = made
         self._space.namespaces[made.number] = made
         return made
+
+    def _next_number(self) -> int:
+        """Numbers come round again, without those in use."""
+        while True:
+            self._numbers = self._numbers % LAST_NAMESPACE + 1
+            if self._numbers not in self._space.namespaces:
+                return self._numbers
 
     def _drop_empty_namespaces(self) -> None:
         """Forget namespaces without a record; the next use makes them again."""
@@ -199,11 +208,14 @@ class ObjectStore:
 
         Raises:
             CapacityError: no room, and nothing may be evicted; nothing is taken then.
+            ConfigError: a digest is there twice.
         """
         wanted = storable.copy()
         if rank:
             wanted[np.array(namespace.shape.replicated)] = False
         keys = unpack_keys(digests)
+        if not are_distinct(keys):
+            raise ConfigError(f"{keys.shape[0]} digests of a store name a chunk more than once")
         records = self._records_for(namespace, keys, parent, wanted)
         columns = namespace.columns[:, rank]
         known = records != NONE

@@ -42,6 +42,8 @@ _SEND_LIMIT = 4096
 _EVENT_POLL_MS = 1
 _DRAIN_PER_TURN = 512
 _IDLE_MS = 1000
+_REBIND_S = 10.0
+_BIND_AGAIN_S = 0.005
 
 
 class CacheServer:
@@ -77,7 +79,9 @@ class CacheServer:
         self._context = zmq.Context()
         self._gate = CurveGate(self._context, config.curve_key_file)
         self._guard = SocketGuard(config.socket_limit_bytes + context_bytes())
-        self._socket = self._bind()
+        prepare_socket_directory(config.url)
+        _refuse_second_server(config.url)
+        self._socket = self._bind(patience_s=0.0)
         self._stop_metrics = (
             self.handlers.metrics.serve(config.metrics_port)
             if config.metrics_port is not None
@@ -90,9 +94,8 @@ class CacheServer:
             self._close()
             raise
 
-    def _bind(self) -> zmq.Socket[bytes]:
-        prepare_socket_directory(self.config.url)
-        _refuse_second_server(self.config.url)
+    def _bind(self, patience_s: float) -> zmq.Socket[bytes]:
+        """A listening socket; `patience_s` is for an address that an earlier one still has."""
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME_BYTES)
         socket.setsockopt(zmq.RCVHWM, _RECEIVE_LIMIT)
@@ -105,14 +108,20 @@ class CacheServer:
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         self._gate.protect(socket)
         old_mask = os.umask(0o077)
+        until = time.monotonic() + patience_s
         try:
-            socket.bind(self.config.url)
-        except zmq.ZMQError as error:
-            socket.close(0)
-            raise ConfigError(f"cannot listen on {self.config.url}: {error}") from error
+            while True:
+                try:
+                    socket.bind(self.config.url)
+                except zmq.ZMQError as error:
+                    if error.errno == zmq.EADDRINUSE and time.monotonic() < until:
+                        time.sleep(_BIND_AGAIN_S)
+                        continue
+                    socket.close(0)
+                    raise ConfigError(f"cannot listen on {self.config.url}: {error}") from error
+                return socket
         finally:
             os.umask(old_mask)
-        return socket
 
     def call_later(self, callback: Callable[[], None], asker: Asker | None = None) -> None:
         """Run `callback` on the loop's thread; from any thread.
@@ -231,8 +240,9 @@ class CacheServer:
             self.config.socket_limit_bytes,
         )
         self.handlers.metrics.errors.labels("flooded").inc()
+        # its address is free again some time later, when its threads have let go
         self._socket.close(0)
-        self._socket = self._bind()
+        self._socket = self._bind(_REBIND_S)
 
     def _carry_out(self, identity: bytes, request: m.Request) -> m.Reply | None:
         return self._guarded(request.seq, lambda: self.handlers.handle(identity, request))

@@ -249,7 +249,8 @@ class RegistrationTable:
 
     def all(self) -> list[Registration]:
         """Every registration."""
-        return [found for ranks in self._instances.values() for found in ranks.values()]
+        instances = list(self._instances.values())
+        return [found for ranks in instances for found in list(ranks.values())]
 
     def check_room(self, request: RegisterKVCache) -> None:
         """Raise RemoteError when another registration would be one too many."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _EVERY_NS = 500_000_000
+_SETTLING_NS = 10_000_000_000
 
 
 def private_bytes() -> int:
@@ -27,17 +28,22 @@ class SocketGuard:
         self._limit_bytes = limit_bytes
         self._allowed_bytes = private_bytes() + limit_bytes
         self._next_ns = 0
+        self._settling_until_ns = 0
 
     def exceeded(self, now_ns: int, bookkeeping_bytes: int) -> bool:
         """Whether the memory beyond the bookkeeping has grown past the limit; looks twice a second.
 
-        True once; the limit then counts from what is held at that time.
+        True once; the limit then counts from what is held when the connections are gone.
         """
         if now_ns < self._next_ns:
             return False
         self._next_ns = now_ns + _EVERY_NS
         held = private_bytes() - bookkeeping_bytes
+        if now_ns < self._settling_until_ns:
+            # what is let go after an alarm must not be room for the next flood
+            self._allowed_bytes = min(self._allowed_bytes, held + self._limit_bytes)
         if held <= self._allowed_bytes:
             return False
         self._allowed_bytes = held + self._limit_bytes
+        self._settling_until_ns = now_ns + _SETTLING_NS
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 import torch
 from support.server_nursery import Nursery
 from support.server_pools import FULL, HYBRID, TestPool, first, prompt
-from support.server_thread import ThreadedServer, register, running_server
+from support.server_thread import ThreadedServer, free_port, register, running_server
 
 from hma_triton.client import HmaClient
 from hma_triton.cpu_event import CpuEvent
@@ -367,12 +366,6 @@ def test_case_76_a_restarted_server_is_found_again(processes: Nursery, url: str,
     server.call("ready")
     assert driver.call("connected", 10.0)
     assert driver.call("store", 1, 3, 5.0)[:2] == ("", 9)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_case_77_registering_from_another_thread_works(client) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 import pytest
 import zmq
 from support.hostile_frames import HostileFrames, foreign_process
 from support.server_nursery import Nursery
 from support.server_pools import TestPool, first, prompt
-from support.server_thread import register, running_server
+from support.server_thread import free_port, register, running_server
 
 from hma_triton import messages as m
 from hma_triton.client import HmaClient
+from hma_triton.errors import ServerUnavailableError
 from hma_triton.process_identity import this_process
+from hma_triton.server.socket_guard import SocketGuard
 from hma_triton.tensor_ipc import share_storage
 
 _BATCH = 2000
@@ -197,6 +200,52 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection(
             assert client.lookup("i", f"r{round_}", digests, 64).tokens == 64
         assert server.call("facts")["resident_bytes"] - before < 4 << 30
         assert client.status()["registrations"], "nobody else has lost anything"
+
+
+def test_floods_that_were_let_go_leave_no_room_for_larger_ones(monkeypatch) -> None:
+    held = 100 << 20
+    monkeypatch.setattr("hma_triton.server.socket_guard.private_bytes", lambda: held)
+    guard, now = SocketGuard(64 << 20), 0
+    for _ in range(4):
+        held, now = 165 << 20, now + 1_000_000_000
+        assert guard.exceeded(now, 0)
+        for _ in range(3):
+            held, now = 100 << 20, now + 1_000_000_000
+            assert not guard.exceeded(now, 0)
+
+
+def test_memory_that_stays_raises_one_alarm_only(monkeypatch) -> None:
+    held = 100 << 20
+    monkeypatch.setattr("hma_triton.server.socket_guard.private_bytes", lambda: held)
+    guard = SocketGuard(64 << 20)
+    held = 180 << 20
+    assert [guard.exceeded(second * 1_000_000_000, 0) for second in range(1, 30)].count(True) == 1
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_dropped_connections_come_back_on_every_transport(transport: str) -> None:
+    """The socket's address is free again only when its threads have let go of it."""
+    url = {} if transport == "ipc" else {"url": f"tcp://127.0.0.1:{free_port()}"}
+    with running_server(**url) as server, server.client(timeout_s=30) as client:
+        others = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(16)]
+        for other in others:
+            other.setsockopt(zmq.LINGER, 0)
+            other.connect(server.url)
+            other.send(b"x" * 65536)
+        try:
+            for _ in range(12):
+                server.server.call_later(server.server._renew_socket)
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline:
+                try:
+                    client.ping(1)
+                    break
+                except ServerUnavailableError:
+                    assert server.thread.is_alive(), "the server ended with its socket"
+            assert client.ping(10) < 10
+        finally:
+            for other in others:
+                other.close()
 
 
 def test_a_pool_that_its_owner_has_shrunk_is_not_touched() -> None:

@@ -20,7 +20,7 @@ import pytest
 import zmq
 from rich.console import Console
 from support.server_pools import FULL, HYBRID, TestPool, prompt
-from support.server_thread import register, running_server
+from support.server_thread import free_port, register, running_server
 
 from hma_triton.cli.main import app
 from hma_triton.cli.top import human, view
@@ -30,16 +30,12 @@ from hma_triton.cpu_event import CpuEvent
 from hma_triton.curve_keys import make_key_file
 from hma_triton.errors import ConfigError, RemoteError, ServerUnavailableError
 from hma_triton.objects.chunk_index import PRESENT
+from hma_triton.objects.namespace import NamespaceShape
+from hma_triton.plan import ReuseRule
 from hma_triton.server.launch import start_embedded
 from hma_triton.server.loop import CacheServer
 
 CLI = (sys.executable, "-m", "hma_triton.cli.main")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def scrape(port: int) -> dict[str, float]:
@@ -166,6 +162,34 @@ def test_metrics_say_what_happened_and_why() -> None:
         assert seen['hma_requests_total{op="lookup"}'] == 3
     with pytest.raises(OSError):
         scrape(port)
+
+
+def test_scrapes_do_not_mind_what_the_server_does_meanwhile() -> None:
+    """They come on a thread of their own."""
+    shape = NamespaceShape((ReuseRule(),), (4096,), (False,), 1, 32, (((0, 4096),),))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with running_server() as server:
+            handlers = server.server.handlers
+            until = time.monotonic() + 1.5
+
+            def churn() -> None:
+                for number in range(10):
+                    namespace = handlers.store.namespace(os.urandom(32), shape)
+                    one = np.ones((1, 1), dtype=np.bool_)
+                    digest = os.urandom(32)
+                    handlers.store.commit(handlers.store.reserve(namespace, 0, digest, b"", one))
+                    if number % 2:
+                        handlers.store.clear(namespace)
+                if time.monotonic() < until:
+                    server.server.call_later(churn)
+
+            server.server.call_later(churn)
+            while time.monotonic() < until:
+                assert list(handlers.metrics.registry.collect())
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_metrics_port_that_is_taken_is_one_clear_error(url: str) -> None:
@@ -411,6 +435,7 @@ def test_a_second_server_on_the_same_socket_is_refused(serve) -> None:
         (["--log-level", "loud"], "log level 'loud'"),
         (["--curve-key", "/nowhere/key"], "key file /nowhere/key"),
         (["--lease-s", "0"], "lease_s 0.0 is outside"),
+        (["--host-gb", "inf"], "host_bytes"),
     ],
 )
 def test_serve_with_bad_settings_ends_in_one_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -32,6 +33,13 @@ class ThreadedServer:
         with HmaClient(self.url, role="test", **options) as client:  # type: ignore[arg-type]
             client.connect()
             yield client
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -34,6 +34,10 @@ URL = "ipc:///tmp/x/s.sock"
         ({"lease_s": 0.0}, "lease_s 0.0"),
         ({"pin_share": 1.5}, "pin_share 1.5"),
         ({"shutdown_s": 0.0}, "shutdown_s 0.0"),
+        ({"copier_threads": 0}, "copier_threads 0"),
+        ({"metrics_port": 70000}, "metrics_port 70000"),
+        ({"numa_node": -1}, "numa_node -1"),
+        ({"program_cap": 0}, "program_cap 0"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, why: str) -> None:
@@ -45,7 +49,10 @@ def test_settings_out_of_range_are_named(settings, why: str) -> None:
     ("url", "why"),
     [
         ("ipc://relative/s.sock", "absolute path"),
-        (f"ipc:///{'x' * 120}", "at most 107 characters, this one has 121"),
+        ("tcp://[::1", "Invalid IPv6 URL"),
+        ("ipc:///tmp/a\0b", "no zero byte"),
+        (f"ipc:///{'é' * 60}", "this one has 121"),
+        (f"ipc:///{'x' * 120}", "at most 107 bytes and no zero byte, this one has 121"),
         ("udp://127.0.0.1:1", "use ipc:///path/to/socket or tcp"),
         ("tcp://localhost:5000", "numeric address"),
         ("tcp://127.0.0.1", "needs a port"),

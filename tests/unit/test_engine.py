@@ -219,6 +219,7 @@ def test_a_failed_retrieve_writes_nothing() -> None:
         (lambda objects: [[objects[0][0].float()], *objects[1:]], "contiguous uint8"),
         (lambda objects: [[memoryview(b"x" * 4096)], *objects[1:]], "writable"),
         (lambda objects: [["bytes"], *objects[1:]], "a uint8 tensor, a memoryview or None"),
+        (lambda objects: [[objects[0][0].to("meta")], *objects[1:]], "host memory, not on meta"),
     ],
 )
 def test_wrong_objects_are_refused_by_name(change: object, match: str) -> None:
@@ -234,6 +235,16 @@ def test_wrong_ids_and_options_are_refused_by_name() -> None:
     engine = hybrid.engine("reference")
     with pytest.raises(PlanError, match="info 1 have dtype float64"):
         engine.store([[1, 2], [3.5], [4, 5]], make_objects(engine, 1))
+    with pytest.raises(PlanError, match="info 1 are no list of numbers"):
+        engine.store([[1, 2], [[3], [4, 5]], [4, 5]], make_objects(engine, 1))
+    for backend in ("auto", "cpu", "reference"):
+        with pytest.raises(ConfigError, match="caches on meta cannot be served"):
+            TransferEngine(
+                {"layer": torch.empty(4, 2, 16, 8, dtype=torch.uint8, device="meta")},
+                layout_hints={"kv_layout": "HND"},
+                chunk_tokens=16,
+                backend=backend,
+            )
     with pytest.raises(ConfigError, match="backend 'gpu' is unknown"):
         hybrid.engine("gpu")
     with pytest.raises(ConfigError, match="object_layout 'rows' is unknown"):

@@ -13,6 +13,7 @@ from support.server_pools import first, prompt, resident_bytes
 from hma_triton.errors import CapacityError, ConfigError
 from hma_triton.objects.arena import Arena
 from hma_triton.objects.chunk_index import NONE, ChunkIndex, unpack_keys
+from hma_triton.objects.eviction import LAST_NAMESPACE
 from hma_triton.objects.leases import LeaseTable
 from hma_triton.objects.namespace import Namespace, NamespaceShape
 from hma_triton.objects.store import ObjectStore
@@ -524,6 +525,38 @@ def test_namespaces_that_hold_nothing_are_forgotten() -> None:
     assert store.namespace(b"k" * 32, shape_of(4096)) is kept
     again = store.namespace((5).to_bytes(32, "big"), shape_of(4096))
     assert put(store, again, prompt(2, 2)) == 2 and hit_chunks(store, again, prompt(2, 2)) == 2
+
+
+def test_namespace_numbers_come_round_without_those_in_use() -> None:
+    store = ObjectStore(Arena(1 << 20))
+    kept = store.namespace(b"k" * 32, shape_of(4096))
+    put(store, kept, prompt(1, 2))
+    store._numbers = LAST_NAMESPACE - 2
+    for number in range(5):
+        made = store.namespace(number.to_bytes(32, "big"), shape_of(4096))
+        assert put(store, made, prompt(2, 2)) == 2
+        assert hit_chunks(store, made, prompt(2, 2)) == 2
+        store.clear(made)
+        while store.needs_drain:
+            store.drain(100)
+    assert hit_chunks(store, kept, prompt(1, 2)) == 2
+    assert store.arena.used_bytes == 2 * 4096
+
+
+def test_a_store_that_names_a_chunk_twice_takes_nothing() -> None:
+    store = ObjectStore(Arena(1 << 20))
+    namespace = store.namespace(b"n" * 32, shape_of(4096, 4096))
+    digests = prompt(1, 1)
+    # the record is there, one of its objects is not
+    store.commit(store.reserve(namespace, 0, digests, b"", np.array([[True], [False]])))
+    both = np.ones((2, 2), dtype=np.bool_)
+    for twice in (digests + digests, prompt(2, 1) * 2):
+        with pytest.raises(ConfigError, match="2 digests of a store name a chunk more than once"):
+            store.reserve(namespace, 0, twice, b"", both)
+    assert store.arena.used_bytes == 4096
+    store.clear(namespace)
+    store.drain(100)
+    assert store.arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 1.1])

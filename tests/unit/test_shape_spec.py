@@ -78,6 +78,8 @@ def test_format_of_parse_is_the_identity(
         ("(2,4,8,1,6):float8:1", "'float8' is none of float16"),
         ("(2,4,8,1,6):float16:0", "layers is '0'"),
         ("(2,4,8,1,6):float16:1;(1,4", "group '.1,4' is not"),
+        ("(2,4,16,8,64):float16:9999999999", "at most 4096 layers"),
+        ("(2,4,16,8,64):float16:4000;(2,4,16,8,64):float16:97", "at most 4096 layers"),
     ],
 )
 def test_bad_specs_are_named(spec: str, why: str) -> None:
