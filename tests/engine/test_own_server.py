@@ -35,7 +35,7 @@ def test_start_up_does_not_wait_for_ever_for_others_that_start() -> None:
         started = time.monotonic()
         with pytest.raises(ServerUnavailableError, match=r"held the lock on .* for 0.3 s"):
             ensure_embedded_server("late", 1 << 20, 0.3)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 10
     finally:
         os.close(descriptor)
 
@@ -47,7 +47,7 @@ def test_a_stalled_server_does_not_hold_up_the_start(engine_of: Any) -> None:
         settings = {"hma.start_timeout_s": 0.5, "hma.breaker_s": 0.2}
         started = time.monotonic()
         engine = engine_of(full(16), url=server.url, chunk=16, settings=settings)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         assert not engine.worker.registration.registered
         request = engine.request("a", tokens_of(16))
         assert engine.scheduler.matched_tokens(request, 0)[0] in (None, 0)

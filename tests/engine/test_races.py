@@ -14,17 +14,19 @@ from support.replay_tools import CONFIG, eventually, leases, stored_ranges, toke
 from support.toy_config import full, window
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from hma_triton.client import HmaClient
 from hma_triton.integration.vllm.stored_events import StoredEvents
 from hma_triton.server.launch import EmbeddedServer, start_embedded
 
 BRIEF = {"hma.lookup_timeout_s": 0.2, "hma.store_timeout_s": 0.3, "hma.timeout_s": 0.3}
 TABLE = [1, 2, 3]
+LEASE_S = 1.5
 
 
 @pytest.fixture
 def lone_server() -> Iterator[EmbeddedServer]:
-    """A server that the test may stop; what it promises holds half a second."""
-    made = start_embedded(replace(CONFIG, lease_s=0.5))
+    """A server that the test may stop; what it promises holds a little while."""
+    made = start_embedded(replace(CONFIG, lease_s=LEASE_S))
     yield made
     if made.process.poll() is None:
         os.kill(made.pid, signal.SIGCONT)
@@ -46,6 +48,13 @@ def nothing_held(engine: Any, url: str) -> bool:
     half = engine.scheduler
     kept = (half._tracked, half._storing, half._ended_loading, half._ordered)
     return not any(kept) and not engine.scheduler_client._lookups and leases(url) == 0
+
+
+def expired(url: str) -> int:
+    """Leases that have ended because nobody renewed them."""
+    with HmaClient(url) as client:
+        client.connect()
+        return int(client.status()["expired_leases"])
 
 
 @pytest.mark.parametrize("loses", [False, True], ids=["loads", "fails"])
@@ -117,25 +126,25 @@ def test_an_answer_outlives_the_lease_while_its_request_waits(
     assert engine.matched(left) == 48
     engine.finish(left)
     assert engine.matched(waiting) == 48
-    until = time.monotonic() + 1.5
-    held = []
+    until = time.monotonic() + 2.5 * LEASE_S
     while time.monotonic() < until:
         engine.step({})
-        held.append(leases(lone_server.url))
-    # with no steps nobody renews
-    assert set(held) == {1}
+        time.sleep(0.01)
+    assert (leases(lone_server.url), expired(lone_server.url)) == (1, 0)
     assert engine.matched(waiting) == 48
     engine.allocate(waiting, [[4, 5, 6]], 48)
     result = engine.drain()
     assert (result.finished, result.failed) == ({"waiting"}, set())
 
+    # with no steps nobody renews
     idle = engine.request("idle", tokens)
     assert engine.matched(idle) == 48
-    eventually(lambda: leases(lone_server.url) == 0)
+    eventually(lambda: expired(lone_server.url) == 1, 20.0)
 
 
 def test_a_stalled_server_holds_up_nothing(engine_of: Any, lone_server: EmbeddedServer) -> None:
-    engine = engine_of(full(16), url=lone_server.url, chunk=16, settings=BRIEF)
+    settings = {**BRIEF, "hma.store_timeout_s": 60, "hma.lookup_timeout_s": 2}
+    engine = engine_of(full(16), url=lone_server.url, chunk=16, settings=settings)
     tokens = store(engine)
     os.kill(lone_server.pid, signal.SIGSTOP)
     request = engine.request("b", tokens)
@@ -145,10 +154,10 @@ def test_a_stalled_server_holds_up_nothing(engine_of: Any, lone_server: Embedded
         before = time.monotonic()
         engine.scheduler.matched_tokens(request, 0)
         slowest = max(slowest, time.monotonic() - before)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
         time.sleep(0.001)
     assert engine.scheduler.matched_tokens(request, 0) == (0, False)
-    assert slowest < 0.1
+    assert slowest < 1
     engine.allocate(request, [TABLE], 0)
     engine.finish(request)
     os.kill(lone_server.pid, signal.SIGCONT)
