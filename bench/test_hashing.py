@@ -46,6 +46,8 @@ def test_fingerprint(benchmark: Any) -> None:
             window_tokens=None,
             recurrent=info.recurrent_state,
             page_bytes=65536,
+            page_strides=((256, 4096),),
+            object_runs=((0, len(info.layer_indices), 65536, 16, 65536, 1, 1, 1, 1, 65536),),
         )
         for info in INFOS
     )

@@ -77,7 +77,12 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelGroupKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fingerprint sees of one kernel group: the identity, its layers, its rules."""
+    """What the fingerprint sees of one kernel group: the identity, its layers, its rules.
+
+    One format can lie in memory in several ways, and objects take over what lies there:
+    `page_strides` are (slot, head) steps per plane, 0 along an axis of length 1, and `object_runs`
+    say how rows, blocks and runs of each copy spec stand in an object.
+    """
 
     layer_names: tuple[str, ...]
     kv_size: int
@@ -91,6 +96,8 @@ class KernelGroupKey(msgspec.Struct, frozen=True, kw_only=True):
     window_tokens: int | None
     recurrent: bool
     page_bytes: int
+    page_strides: tuple[tuple[int, int], ...]
+    object_runs: tuple[tuple[int, ...], ...]
 
 
 class KeyFields(msgspec.Struct, frozen=True, kw_only=True):

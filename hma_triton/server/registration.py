@@ -11,8 +11,10 @@ import numpy.typing as npt
 from hma_triton.config import ServerConfig
 from hma_triton.engine import TransferEngine
 from hma_triton.errors import ConfigError, RemoteError
+from hma_triton.kernels.addressing import CopySpec
 from hma_triton.kernels.device import DeviceSettings
 from hma_triton.keys import EngineFacts, KernelGroupKey, KeyFields, fingerprint
+from hma_triton.kv_format import LayerPages
 from hma_triton.messages import MAX_INFOS, ErrorCode, RegisterKVCache
 from hma_triton.objects.namespace import NamespaceShape
 from hma_triton.server.pinned_arena import PinnedArena
@@ -197,7 +199,7 @@ def _key_fields(
 ) -> KeyFields:
     names = tuple(layer.name for layer in request.kv_caches)
     kernel_groups = []
-    for info in engine.manager.kernel_groups:
+    for index, info in enumerate(engine.manager.kernel_groups):
         desc = info.shape_desc
         kv_format = info.engine_kv_format
         kernel_groups.append(
@@ -214,6 +216,8 @@ def _key_fields(
                 window_tokens=info.window_tokens,
                 recurrent=info.recurrent_state,
                 page_bytes=info.layer_page_bytes,
+                page_strides=_page_strides(engine.manager.layer_pages(index)[0]),
+                object_runs=tuple(_object_runs(spec) for spec in engine.specs_of(index)),
             )
         )
     return KeyFields(
@@ -234,6 +238,31 @@ def _key_fields(
         object_layout=engine.object_layout.value,
         chunk_tokens=shape.chunk_tokens,
         namespace=request.namespace,
+    )
+
+
+def _page_strides(pages: LayerPages) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        (
+            plane.slot_stride_bytes if pages.num_slots > 1 else 0,
+            plane.head_stride_bytes if pages.num_heads > 1 else 0,
+        )
+        for plane in pages.planes
+    )
+
+
+def _object_runs(spec: CopySpec) -> tuple[int, ...]:
+    return (
+        spec.region_offset_bytes,
+        spec.num_rows,
+        spec.object_row_stride_bytes,
+        spec.blocks_per_object,
+        spec.object_block_stride_bytes,
+        spec.n0,
+        spec.object_stride0_bytes,
+        spec.n1,
+        spec.object_stride1_bytes,
+        spec.run_bytes,
     )
 
 

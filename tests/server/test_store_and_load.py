@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from support.server_pools import (
     CHUNK_TOKENS,
     FULL,
@@ -21,6 +22,7 @@ from support.server_thread import ThreadedServer, register, running_server
 
 from hma_triton.client import HmaClient
 from hma_triton.errors import RemoteError
+from hma_triton.group_view import EngineGroupInfo
 
 
 @pytest.fixture(scope="module")
@@ -239,3 +241,81 @@ def test_wrong_lengths_are_refused_before_a_byte_moves(client: HmaClient) -> Non
     assert client.lookup("short", "r", digests, 64).tokens == 0
     missing = client.retrieve("short", 0, "r", digests, 0, pool.load_ids(64))
     assert (missing.ok, missing.code) == (False, "missing")
+
+
+NB, BS, NH, HS = 6, 16, 4, 8
+
+
+def tokens_first() -> torch.Tensor:
+    return torch.zeros(NB, BS, NH, HS, dtype=torch.uint8)
+
+
+def heads_first() -> torch.Tensor:
+    return torch.zeros(NB, NH, BS, HS, dtype=torch.uint8).permute(0, 2, 1, 3)
+
+
+def planes_apart() -> list[torch.Tensor]:
+    return [tokens_first(), tokens_first()]
+
+
+def planes_together() -> list[torch.Tensor]:
+    return list(torch.zeros(NB, 2, BS, NH, HS, dtype=torch.uint8).unbind(1))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "engine", "hints"),
+    [
+        (lambda: {"l": (tokens_first(), tokens_first())}, None, "vllm", {}),
+        (lambda: {"l": tokens_first()}, None, "vllm", {"formats": '["NL_X_NB_BS_NH_CS"]'}),
+        (lambda: {"l": tokens_first()}, None, "sglang", {"kv_list_layout": "unified"}),
+        (
+            lambda: {"k": tokens_first(), "v": tokens_first()},
+            None,
+            "sglang",
+            {"kv_list_layout": "k_v"},
+        ),
+        (
+            lambda: {"l": tuple(planes_apart())},
+            lambda: {"l": tuple(planes_together())},
+            "vllm",
+            {},
+        ),
+        (
+            lambda: dict(zip("ab", planes_apart(), strict=True)),
+            lambda: dict(zip("ab", planes_together(), strict=True)),
+            "vllm",
+            {"kv_layout": "NHD"},
+        ),
+    ],
+    ids=["plane-tuples", "stated", "unified", "k_v-lists", "planes-together", "layers-together"],
+)
+def test_one_format_that_lies_in_two_ways_never_mixes(one, other, engine: str, hints) -> None:
+    """Objects take over the order of a page: where only strides tell, the fingerprint must too."""
+    names = one().keys()
+    turned = other or (
+        lambda: {
+            name: tuple(heads_first() for _ in cache) if isinstance(cache, tuple) else heads_first()
+            for name, cache in one().items()
+        }
+    )
+    layers = (0,) if engine == "sglang" else tuple(range(len(names)))
+    with running_server() as server, server.client() as client:
+        prints = [
+            client.register_kv_caches(
+                f"{number}",
+                caches,
+                "model",
+                1,
+                engine,
+                {**hints, "tokens_per_block": "[16]"},
+                [EngineGroupInfo(0, layers, BS)],
+                chunk_tokens=32,
+                timeout_s=60,
+            ).fingerprint
+            for number, caches in enumerate((one(), one(), turned()))
+        ]
+        assert prints[0] == prints[1], "the same engine twice shares"
+        digests, ids = prompt(1, 1), [np.array([1, 2])]
+        assert client.store("0", 0, 0, digests, b"", ids).stored == 1
+        assert client.lookup("1", "r", digests, 32).tokens == 32
+        assert client.lookup("2", "r", digests, 32).tokens == 0, prints

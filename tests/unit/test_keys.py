@@ -35,6 +35,8 @@ GROUP = KernelGroupKey(
     window_tokens=None,
     recurrent=False,
     page_bytes=4096,
+    page_strides=((64, 1024),),
+    object_runs=((0, 2, 4096, 16, 4096, 1, 4096, 1, 4096, 4096),),
 )
 FACTS = EngineFacts()
 FIELDS = KeyFields(
@@ -76,6 +78,8 @@ _OTHER_GROUP = {
     "window_tokens": 128,
     "recurrent": True,
     "page_bytes": 8192,
+    "page_strides": ((256, 64),),
+    "object_runs": ((0, 2, 4096, 16, 8192, 1, 4096, 1, 4096, 4096),),
 }
 _OTHER_FIELDS = {
     "model_name": "n",
