@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,8 +108,9 @@ def build_registration(
     _check_infos(request)
     facts = EngineFacts.from_wire(request.facts)
     separate = request.separate_object_groups
-    caches = import_kv_caches(request.storages, request.kv_caches)
-    try:
+    with ExitStack() as when_refused:
+        caches = import_kv_caches(request.storages, request.kv_caches)
+        when_refused.callback(caches.close)
         engine = TransferEngine(
             caches.kv_caches,
             request.engine_group_infos,
@@ -125,20 +127,20 @@ def build_registration(
             pinned_host=pinned.for_device(device_of(caches.kv_caches)),
             device_settings=DeviceSettings(program_cap=config.program_cap),
         )
-    except BaseException:
-        caches.close()
-        raise
-    shape = _shape_of(request, engine)
-    return Registration(
-        instance_id=request.instance_id,
-        rank=request.rank,
-        world_size=request.world_size,
-        owner=owner,
-        engine=engine,
-        caches=caches,
-        fingerprint=fingerprint(_key_fields(request, engine, shape, facts)),
-        shape=shape,
-    )
+        when_refused.callback(engine.close)
+        shape = _shape_of(request, engine)
+        registration = Registration(
+            instance_id=request.instance_id,
+            rank=request.rank,
+            world_size=request.world_size,
+            owner=owner,
+            engine=engine,
+            caches=caches,
+            fingerprint=fingerprint(_key_fields(request, engine, shape, facts)),
+            shape=shape,
+        )
+        when_refused.pop_all()
+    return registration
 
 
 def _check_infos(request: RegisterKVCache) -> None:

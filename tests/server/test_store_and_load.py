@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from support.server_thread import ThreadedServer, register, running_server
 from hma_triton.client import HmaClient
 from hma_triton.errors import RemoteError
 from hma_triton.group_view import EngineGroupInfo
+from hma_triton.tensor_ipc import ImportedCaches
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +227,25 @@ def test_ranks_of_one_instance_must_agree(server: ThreadedServer) -> None:
             register(one, TestPool((FULL, WINDOW), rank=1), "agree", world=2)
         with pytest.raises(RemoteError, match="rank 2 of a world of 2"):
             register(one, TestPool(rank=2), "agree", world=2)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage"), [(600, "3 object groups on 600 ranks"), (1, "chunk of 32 tokens")]
+)
+def test_a_refused_registration_lets_go_of_the_pool(world: int, stage: str, monkeypatch) -> None:
+    """Whatever refuses it; a GPU's memory does not go with the last reference."""
+    closed = []
+    close = ImportedCaches.close
+    monkeypatch.setattr(
+        ImportedCaches, "close", lambda caches: (closed.append(caches), close(caches))[1]
+    )
+    pool = TestPool()
+    if world == 1:
+        pool.infos[0] = msgspec.structs.replace(pool.infos[0], tokens_per_block=48)
+    with running_server() as server, server.client() as client:
+        with pytest.raises(RemoteError, match=stage):
+            register(client, pool, world=world)
+        assert len(closed) == 1
 
 
 def test_wrong_lengths_are_refused_before_a_byte_moves(client: HmaClient) -> None:
