@@ -57,6 +57,41 @@ class Implementation(Protocol):
         """The copy of at least one block."""
 
 
+class _Team:
+    """The helpers of one copy: when `finish` returns, none of them moves a byte any more."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._changed = threading.Condition()
+        self._working = 0
+        self._over = False
+        self._error: BaseException | None = None
+
+    def help(self) -> None:
+        """Take part, on a helper thread; who comes too late does nothing."""
+        with self._changed:
+            if self._over:
+                return
+            self._working += 1
+        try:
+            self._shares.run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait for those that have begun; raises what one of them did."""
+        with self._changed:
+            self._over = True
+            while self._working:
+                self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+
 class CpuCopier:
     """Executor for pools and objects in memory that this process has mapped.
 
@@ -131,17 +166,12 @@ class CpuCopier:
         if helpers <= 0:
             shares.run()
             return
-        pool = self._helpers()
-        futures = [pool.submit(shares.run) for _ in range(helpers)]
+        team = _Team(shares)
         try:
+            self._call_helpers(team, helpers)
             shares.run()
         finally:
-            # nothing is left to take: who has not begun need not
-            begun = [future for future in futures if not future.cancel()]
-            for future in begun:
-                future.exception()
-        for future in begun:
-            future.result()
+            team.finish()
 
     def close(self) -> None:
         """End the helper threads, after the copies under way."""
@@ -150,6 +180,15 @@ class CpuCopier:
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
+
+    def _call_helpers(self, team: _Team, count: int) -> None:
+        pool = self._helpers()
+        try:
+            for _ in range(count):
+                pool.submit(team.help)
+        except RuntimeError as error:
+            # no thread to be had, or just closed: the copy takes longer, and is as right
+            logger.debug("a copy goes on with fewer threads: %s", error)
 
     def _helpers(self) -> ThreadPoolExecutor:
         with self._pool_lock:

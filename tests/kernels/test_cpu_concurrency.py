@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,6 +29,53 @@ CASES = (
     transposed_case(128, 8, 256, range(9), rows=1, num_blocks=12),
     transposed_case(500, 4, 100, range(12), rows=1, num_blocks=14),
 )
+
+
+class SlowHelpers:
+    """Shares of which a helper thread takes one that lasts; the caller finds nothing left."""
+
+    def __init__(self) -> None:
+        self.caller = threading.get_ident()
+        self.began = threading.Event()
+        self.running = 0
+
+    def run(self) -> None:
+        if threading.get_ident() == self.caller:
+            self.began.wait(5)
+            return
+        self.running += 1
+        self.began.set()
+        time.sleep(0.2)
+        self.running -= 1
+
+
+@pytest.mark.parametrize("refused", ["second", "interrupt"])
+def test_no_thread_copies_on_when_the_call_has_ended(refused: str, monkeypatch) -> None:
+    """The blocks are given away then: a thread that could not be started changes nothing there."""
+    shares, start, started = SlowHelpers(), threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if started:
+            shares.began.wait(5)
+            raise RuntimeError("can't start new thread") if refused == "second" else SystemExit
+        started.append(thread)
+        start(thread)
+
+    copier = CpuCopier(4, "numpy")
+    case = single_run_case(1 << 20, range(8), rows=1, num_blocks=8)
+    monkeypatch.setattr(copier._implementation, "shares", lambda *_: shares)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    arguments = (case.spec, Direction.STORE, np.arange(8), np.arange(8))
+    try:
+        if refused == "second":
+            copier.copy_blocks(*arguments)
+        else:
+            with pytest.raises(SystemExit):
+                copier.copy_blocks(*arguments)
+        assert started
+        assert shares.running == 0
+    finally:
+        copier.close()
 
 
 @dataclass(frozen=True)
