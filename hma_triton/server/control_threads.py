@@ -81,10 +81,25 @@ class ControlThreads:
         for task in ready:
             watch = threading.Timer(self._limit_s, self._overrun, (task,))
             watch.daemon = True
-            watch.start()
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._run, args=(task, watch), name=f"hma-{task.name}", daemon=True
-            ).start()
+            )
+            try:
+                watch.start()
+                thread.start()
+            except RuntimeError as error:
+                watch.cancel()
+                self._give_up(task, error)
+
+    def _give_up(self, task: _Task, error: RuntimeError) -> None:
+        """No thread is to be had: the call fails, its turn does not go with it."""
+        log.error("%s was not done: %s", task.name, error)
+        with self._lock:
+            task.ended = True
+            self._free_turns += 1
+        if task.future.set_running_or_notify_cancel():
+            task.future.set_exception(error)
+        self._start_waiting()
 
     def _run(self, task: _Task, watch: threading.Timer) -> None:
         if task.future.set_running_or_notify_cancel():

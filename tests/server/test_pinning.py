@@ -185,6 +185,28 @@ def test_at_most_as_many_calls_as_turns_and_errors_reach_their_future() -> None:
     assert threads.overdue_total == 0
 
 
+def test_a_call_that_gets_no_thread_fails_and_gives_its_turn_back(monkeypatch) -> None:
+    start = threading.Thread.start
+    refuse = True
+
+    def limited(thread: threading.Thread) -> None:
+        if refuse and thread.name == "hma-called":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def called() -> int:
+        return 1
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    threads = ControlThreads(2, 60)
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="new thread"):
+            threads.submit(called).result(5)
+    refuse = False
+    assert [threads.submit(called).result(5) for _ in range(5)] == [1] * 5
+    assert threads.overdue == 0
+
+
 def test_stopping_waits_for_nothing_and_cancels_what_waits() -> None:
     threads, gate = ControlThreads(1, 60), threading.Event()
     threads.submit(gate.wait, 10)
