@@ -18,7 +18,6 @@ class Family:
 
     `is_mla`: the build turns the engine's own prefix cache off, and its prefill and suffix
     prefill differ. `is_recurrent`: hits exist only where a step ended on a block's edge.
-    `preempted_tokens`: outputs that take more blocks than the prompt took before windows slid.
     """
 
     name: str
@@ -27,7 +26,6 @@ class Family:
     chunk_tokens: int = 256
     is_mla: bool = False
     is_recurrent: bool = False
-    preempted_tokens: int = 90
 
     @property
     def repeats_after_preemption(self) -> bool:
@@ -57,7 +55,7 @@ FAMILIES = {
     family.name: family
     for family in (
         Family("gemma3", _EVEN),
-        Family("gpt_oss", _EVEN, preempted_tokens=600),
+        Family("gpt_oss", _EVEN),
         # the last token of a prompt is never served from recurrent state
         Family("qwen3_next", (1280, 768, 512, 256), 256, is_recurrent=True),
         # chunks of exactly one block: 700 tokens end at an odd multiple of it

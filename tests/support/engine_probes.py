@@ -158,8 +158,8 @@ def preemptions(llm: Any) -> int:
 
 def usage_together(
     llm: Any, prompts: list[list[int]], max_tokens: int
-) -> tuple[int, int, list[tuple[int, ...]]]:
-    """Blocks in use once all prompts are in, the most blocks in use after that, and the outputs."""
+) -> tuple[int, list[tuple[int, ...]]]:
+    """The most blocks in use when all prompts are in, and the outputs."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -175,7 +175,7 @@ def usage_together(
             tokens[output.request_id] = tuple(output.outputs[0].token_ids)
         if len(tokens) == len(prompts):
             used.append(total - free_blocks(llm))
-    return used[0], max(used), [tokens[f"u{index}"] for index in range(len(prompts))]
+    return max(used), [tokens[f"u{index}"] for index in range(len(prompts))]
 
 
 def forget_our_keys(llm: Any) -> int:
