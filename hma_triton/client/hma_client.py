@@ -234,13 +234,18 @@ class HmaClient:
         max_tokens: int,
         limit_s: float | None,
     ) -> Ticket[m.LookupReply]:
+        def release_late(instance_id: str, request_id: str) -> None:
+            # a newer lookup of the request has taken over what this one pinned
+            if self._lookups.get(request_id) in (None, ticket):
+                self._tell_release(instance_id, request_id)
+
         ticket = lookup_ticket(
             instance_id,
             request_id,
             digests,
             max_tokens,
             self._deadline_ns(limit_s),
-            self._tell_release,
+            release_late,
         )
         if digests:
             self._link.submit(ticket)

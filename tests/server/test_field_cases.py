@@ -321,6 +321,28 @@ def test_case_83_a_lookup_given_up_while_the_server_is_away_pins_nothing(
         assert client.status()["leases"] == 0
 
 
+def test_case_83_an_answer_that_comes_late_does_not_end_a_newer_lease() -> None:
+    with running_server() as server, server.client() as client:
+        pool = TestPool()
+        register(client, pool)
+        digests, ids = prompt(83, 2), pool.all_ids(2)
+        pool.write(digests, ids)
+        assert client.store("i", 0, 0, digests, b"", ids).stored == 6
+        stalled = threading.Event()
+        server.server.call_later(lambda: stalled.wait(20))
+        client.lookup_submit("i", "r", digests, 64, limit_s=0.05)
+        while (first := client.lookup_poll("r")) is None:
+            time.sleep(0.005)
+        assert (first.tokens, first.reason) == (0, "timeout")
+        client.lookup_submit("i", "r", digests, 64, limit_s=20)
+        stalled.set()
+        while (second := client.lookup_poll("r")) is None:
+            time.sleep(0.005)
+        assert second.tokens == 64
+        client.ping()
+        assert client.status()["leases"] == 1
+
+
 def test_the_client_knows_how_long_a_lease_lasts() -> None:
     with running_server(lease_s=7.0) as server, server.client() as client:
         assert client.lease_s == 7.0

@@ -137,7 +137,7 @@ class Executors:
         with self._lock:
             if self._forced is not None:
                 return self._forced
-            if device.type == "cuda" and device.index is None:
+            if device == torch.device("cuda"):
                 device = torch.device("cuda", torch.cuda.current_device())
             if device not in self._copiers:
                 self._copiers[device] = _make_copier(device)
