@@ -52,6 +52,36 @@ class TransferResult:
     done: PendingCopy | None = None
 
 
+def group_caches(
+    kv_caches: Mapping[str, Any] | Sequence[Any] | torch.Tensor,
+    infos: Sequence[EngineGroupInfo] = (),
+    *,
+    layout_hints: LayoutHints | Mapping[str, Any] | None = None,
+    chunk_tokens: int = 256,
+    separate_object_groups: bool = True,
+    engine_type: str = "vllm",
+) -> tuple[list[Any], KVLayerGroupsManager]:
+    """The caches, normalised, and their groups; no byte of them is read, so they may have none.
+
+    Raises:
+        GeometryError: layouts or groups that cannot be served; names the layer or group.
+    """
+    layers, formats = normalize_and_discover_per_layer_formats(
+        kv_caches,
+        engine_group_layer_indices(infos),
+        engine_type,
+        hints_with_blocks(layout_hints, infos, kv_caches),
+    )
+    manager = KVLayerGroupsManager(
+        layers,
+        formats,
+        infos,
+        lmcache_tokens_per_chunk=chunk_tokens,
+        separate_object_groups=separate_object_groups,
+    )
+    return layers, manager
+
+
 class TransferEngine:
     """Moves blocks of registered pools to and from host objects, bit for bit.
 
@@ -94,21 +124,15 @@ class TransferEngine:
             raise ConfigError(
                 f"object_layout {object_layout!r} is unknown; use 'opaque' or 'token_major'"
             )
-        infos = tuple(engine_group_infos)
-        layers, formats = normalize_and_discover_per_layer_formats(
+        self.engine_group_infos = tuple(engine_group_infos)
+        layers, self.manager = group_caches(
             kv_caches,
-            engine_group_layer_indices(infos),
-            engine_type,
-            hints_with_blocks(layout_hints, infos, kv_caches),
-        )
-        self.manager = KVLayerGroupsManager(
-            layers,
-            formats,
-            infos,
-            lmcache_tokens_per_chunk=chunk_tokens,
+            self.engine_group_infos,
+            layout_hints=layout_hints,
+            chunk_tokens=chunk_tokens,
             separate_object_groups=separate_object_groups,
+            engine_type=engine_type,
         )
-        self.engine_group_infos = infos
         self.object_layout = ObjectLayout(object_layout)
         self.chunk_tokens = chunk_tokens
         # normalised caches; held, for the pools must outlive every address taken from them

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hma_triton.engine import TransferEngine
+from hma_triton.copy_layout import lay_out
+from hma_triton.engine import group_caches
 from hma_triton.errors import GeometryError
 from hma_triton.geometries import build_pool, list_geometries, list_variants, load_geometry
 from hma_triton.kernels.addressing import CopySpec, ObjectLayout
@@ -48,17 +49,11 @@ def geometry_specs(
     chunk_tokens = choose_chunk_tokens(
         [info.tokens_per_block for info in infos], any(info.recurrent_state for info in infos)
     )
-    engine = TransferEngine(
-        caches,
-        infos,
-        layout_hints=hints,
-        chunk_tokens=chunk_tokens,
-        object_layout=object_layout.value,
-        backend="reference",
-    )
+    _, manager = group_caches(caches, infos, layout_hints=hints, chunk_tokens=chunk_tokens)
     return tuple(
         GeometrySpec(model, variant, object_layout, spec, geometry.bytes_per_block * num_blocks)
-        for spec in engine.copy_specs
+        for specs in lay_out(manager, object_layout, 0).specs
+        for spec in specs
     )
 
 
