@@ -166,6 +166,42 @@ def test_a_stalled_server_holds_up_nothing(engine_of: Any, lone_server: Embedded
     eventually(lambda: nothing_held(engine, lone_server.url))
 
 
+def test_who_waits_in_a_loop_lets_the_answers_in_once_a_step(
+    engine_of: Any, lone_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with nothing else to do keeps the interpreter to itself: 5 ms for each message."""
+    engine = engine_of(
+        full(16), url=lone_server.url, chunk=16, settings={"hma.lookup_timeout_s": 60}
+    )
+    tokens = store(engine)
+    let_in: list[str] = []
+    for name, client in (("scheduler", engine.scheduler_client), ("worker", engine.worker_client)):
+        monkeypatch.setattr(client, "let_answers_in", lambda name=name: let_in.append(name))
+    os.kill(lone_server.pid, signal.SIGSTOP)
+    request = engine.request("b", tokens)
+    for _ in range(3):
+        assert engine.scheduler.matched_tokens(request, 0) == (None, False)
+    assert let_in == ["scheduler"]
+    engine.step({})
+    assert engine.scheduler.matched_tokens(request, 0) == (None, False)
+    assert let_in == ["scheduler"] * 2
+    os.kill(lone_server.pid, signal.SIGCONT)
+    hit = engine.matched(request)
+    assert hit > 0
+
+    os.kill(lone_server.pid, signal.SIGSTOP)
+    engine.allocate(request, [TABLE], hit)
+    let_in.clear()
+    engine.step({})
+    engine.step({})
+    assert let_in == ["worker"] * 2
+    os.kill(lone_server.pid, signal.SIGCONT)
+    assert engine.drain().finished == {"b"}
+    let_in.clear()
+    engine.step({})
+    assert not let_in
+
+
 def test_67_a_store_that_a_stalled_server_has_not_read_is_dropped(
     engine_of: Any, lone_server: EmbeddedServer
 ) -> None:

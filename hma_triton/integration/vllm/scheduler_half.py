@@ -91,6 +91,8 @@ class SchedulerHalf:
         self._ordered: dict[tuple[str, int, int], Any] = {}
         self._orders: list[LoadJob] = []
         self._next_renewal = 0.0
+        # An engine with nothing else to do asks in a loop; once a step is enough.
+        self._has_let_in = False
         self.stats = HMAStats()
 
     def on_new_request(self, request: Any) -> None:
@@ -112,6 +114,9 @@ class SchedulerHalf:
             return 0, False
         reply = self._client.lookup_poll(request.request_id)
         if reply is None:
+            if not self._has_let_in:
+                self._has_let_in = True
+                self._client.let_answers_in()
             return None, False
         beyond = reply.tokens - local_tokens
         return (beyond, True) if beyond > 0 else (0, False)
@@ -143,6 +148,7 @@ class SchedulerHalf:
         """The worker half's orders for this step."""
         meta = HMAConnectorMetadata(loads=self._orders)
         self._orders = []
+        self._has_let_in = False
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._tracked:

@@ -119,6 +119,8 @@ class WorkerHalf:
             else:
                 failed.add(request_id)
                 self._load_failed(request_id, reply)
+        if self._loading and not finished:
+            self._client.let_answers_in()
         return finished, failed
 
     def save(self, meta: HMAConnectorMetadata) -> None:
