@@ -19,7 +19,7 @@ from hma_triton.client.requests import (
     retrieve_ticket,
     store_ticket,
 )
-from hma_triton.client.ticket import TIMEOUT, UNAVAILABLE, Ticket
+from hma_triton.client.ticket import TIMEOUT, UNAVAILABLE, Ticket, let_answers_in
 from hma_triton.errors import ProtocolError, RemoteError, ServerUnavailableError
 from hma_triton.group_view import EngineGroupInfo
 from hma_triton.handles import EventHandle
@@ -265,14 +265,7 @@ class HmaClient:
             lambda seq: m.Release(seq=seq, instance_id=instance_id, request_id=request_id)
         )
 
-    @staticmethod
-    def let_answers_in() -> None:
-        """Let the client's thread run; some 0.1 ms.
-
-        For a caller that asks again and again and does nothing else: it holds the interpreter's
-        lock, and the thread would get it after 5 ms only, for every message in either direction.
-        """
-        time.sleep(2e-5)
+    let_answers_in = staticmethod(let_answers_in)
 
     # copies
 

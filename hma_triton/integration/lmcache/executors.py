@@ -6,10 +6,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
+from hma_triton.copiers import Copier
 from hma_triton.errors import UnsupportedLayoutError
 from hma_triton.host_memory import DeviceView
 from hma_triton.integration.lmcache.geometry import TransferGeometry
@@ -21,25 +21,6 @@ from hma_triton.kernels.device import DeviceCopier
 from hma_triton.kernels.runs import NO_PIECES
 
 GEOMETRY_LIMIT = 1024
-
-
-class Copier(Protocol):
-    """An executor of `hma_triton.kernels`."""
-
-    def prepare(self, specs: Sequence[CopySpec]) -> None:
-        """Compile and upload whatever `specs` need."""
-
-    def copy_blocks(
-        self,
-        spec: CopySpec,
-        direction: Direction,
-        block_ids: Int64Array,
-        object_addresses: Int64Array,
-    ) -> None:
-        """Move `block_ids` [n] to or from `object_addresses` [n]."""
-
-    def close(self) -> None:
-        """Release threads and tables."""
 
 
 class Executors:

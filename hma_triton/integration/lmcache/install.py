@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from hma_triton.copiers import Copier
 from hma_triton.errors import ConfigError
-from hma_triton.integration.lmcache.executors import Copier, Executors
+from hma_triton.integration.lmcache.executors import Executors
 from hma_triton.integration.lmcache.fallthrough import FallthroughLog
 from hma_triton.integration.lmcache.native_core import CORE_NAME, NativeCore, ensure_core
 from hma_triton.integration.lmcache.operation import BlockTransfer
