@@ -13,6 +13,7 @@ import mmap
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,8 +222,9 @@ def import_kv_caches(
         ConfigError, ServerUnavailableError: see `map_segment`; a device that is not visible here.
         TransferError: a CUDA pool that cannot be mapped. Nothing stays mapped after an error.
     """
-    cuda = CudaStorages(this_process())
-    try:
+    with ExitStack() as when_refused:
+        cuda = CudaStorages(this_process())
+        when_refused.callback(cuda.close)
         segments: list[mmap.mmap] = []
         bases: list[torch.UntypedStorage] = []
         for handle in storages:
@@ -233,9 +235,7 @@ def import_kv_caches(
             segments.append(segment)
             bases.append(torch.frombuffer(segment, dtype=torch.uint8).untyped_storage())
         caches = _views(layers, bases)
-    except BaseException:
-        cuda.close()
-        raise
+        when_refused.pop_all()
     return ImportedCaches(caches, sum(base.nbytes() for base in bases), segments, cuda)
 
 

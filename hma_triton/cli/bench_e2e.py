@@ -6,6 +6,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -129,19 +130,15 @@ def _start(
     }
     engines: dict[str, EnginePeer] = {}
     peer = LMCachePeer(folder, CHUNK_TOKENS, gigabytes) if lmcache else None
-    try:
-        engines["plain"] = EnginePeer("plain", base, folder)
-        ours = {**base, "kv_transfer_config": our_connector(gigabytes)}
-        engines["ours"] = EnginePeer("ours", ours, folder)
+    settings = {"plain": base, "ours": {**base, "kv_transfer_config": our_connector(gigabytes)}}
+    with ExitStack() as when_one_fails:
         if peer is not None:
-            theirs = {**base, "kv_transfer_config": peer.connector()}
-            engines["lmcache"] = EnginePeer("lmcache", theirs, folder)
-    except BaseException:
-        for engine in engines.values():
-            engine.close()
-        if peer is not None:
-            peer.close()
-        raise
+            when_one_fails.callback(peer.close)
+            settings["lmcache"] = {**base, "kv_transfer_config": peer.connector()}
+        for name, arguments in settings.items():
+            engines[name] = EnginePeer(name, arguments, folder)
+            when_one_fails.callback(engines[name].close)
+        when_one_fails.pop_all()
     return engines, peer
 
 

@@ -287,7 +287,7 @@ class ObjectStore:
             self._space.drop_empty(namespace, held)
 
     def _enter(self, taken: Reservation, offsets: list[int]) -> None:
-        """Note the slots of the first objects of `taken`; nothing may be evicted in between."""
+        """Note the slots of the first objects of `taken`, whose records are pinned until then."""
         namespace, index = taken.namespace, taken.namespace.index
         count = len(offsets)
         records, columns = taken.records[:count], taken.columns[:count]
